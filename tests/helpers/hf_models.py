@@ -1,5 +1,7 @@
 """Tiny random models of transformers, made on the spot, and inputs for them."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,25 +74,6 @@ def opt(**changes: Any) -> Any:
     return tiny("OPTForCausalLM", ffn_dim=48, word_embed_proj_dim=32, **changes)
 
 
-def clip_text(**changes: Any) -> Any:
-    """Its modules are not causal, and it calls them causally."""
-    return tiny("CLIPTextModel", eos_token_id=2, **changes)
-
-
-def clip() -> Any:
-    """A causal text model and one of images beside each other."""
-    text = clip_text().config.to_dict()
-    vision = {"image_size": 8, "patch_size": 4, **{name: text[name] for name in list(SIZES)[:4]}}
-    return tiny("CLIPModel", text_config=text, vision_config=vision, projection_dim=16)
-
-
-def moonshine() -> Any:
-    """Modules of one class are causal, bidirectional and cross-attention."""
-    layers = {f"{side}_num_hidden_layers": 2 for side in ("encoder", "decoder")}
-    heads = {f"{side}_num_attention_heads": 4 for side in ("encoder", "decoder")}
-    return tiny("MoonshineForConditionalGeneration", **layers, **heads)
-
-
 MODELS = {make.__name__: make for make in (bert, modernbert, gpt2, llama, mistral, gemma3, opt)}
 
 
@@ -132,6 +115,17 @@ def saved(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     BertTokenizer({word: number for number, word in enumerate(words)}).save_pretrained(folder)
     return folder
+
+
+def config(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Function that changes the configuration in a folder."""
+
+    def act(folder: Path) -> None:
+        fields = json.loads((folder / "config.json").read_text())
+        change(fields)
+        (folder / "config.json").write_text(json.dumps(fields))
+
+    return act
 
 
 def texts(count: int = 3, words: int = 40) -> dict[str, str]:

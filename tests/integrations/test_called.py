@@ -76,12 +76,6 @@ def pair():
     return model, inputs["x"], inputs["real"]
 
 
-def projected(attention, x):
-    """q, k and v of a layer in float64, [batch heads tokens head_dim] each."""
-    weight, bias = attention.projection.weight.double(), attention.projection.bias.double()
-    return (x.double() @ weight.mT + bias).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-
-
 def test_the_activations_of_a_file_are_captured_and_measured():
     words = ["swap", "models.py:make_pair", "--save", "all.safetensors", "--backend", "exact"]
     code, out, err = command(*words, "--rounds", "1", "--out", "run")
@@ -100,11 +94,12 @@ def test_the_activations_of_a_file_are_captured_and_measured():
 def reference(first=None, second=None, *, uniform=False):
     """Output of make_pair's model in float64; `first` and `second` say which keys j a query i may read."""
     model, x, real = pair()
+    model, x = model.double(), x.double()
     for layer, visible in ((model.masked, first), (model.causal, second)):
-        q, k, v = projected(layer, x)
+        q, k, v = layer.projection(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
         mask = {"causal": True} if layer.causal else {"key_mask": real}
         y = reference_attention(0 * q if uniform else q, k, v, scale=8**-0.5, visible=visible, **mask)
-        x = x.double() + y.transpose(1, 2).flatten(2)
+        x = x + y.transpose(1, 2).flatten(2)
     return x
 
 
@@ -181,9 +176,7 @@ def advise(model, backend="window", **changes):
     ],
 )
 @torch.no_grad()
-def test_the_plan_is_verified_on_other_inputs_and_reproduced_by_replace(
-    backend, options, tmp_path, given_times
-):
+def test_a_plan_is_verified_on_other_inputs_and_repeated_by_replace(backend, options, tmp_path, given_times):
     results = advise("models.py:make_drawn", backend, options={backend: options})
     (verified,) = [r for r in results.records if (r.case.kind, r.case.label) == ("swap", "plan")]
     assert (verified.case.tokens, verified.case.inputs) == (20, "models.py:make_drawn, held out")

@@ -32,9 +32,7 @@ def test_layers_that_read_all_tokens_are_captured_with_their_pattern_and_give_th
     outputs = {}
     for site in sites_of(model).ordered:
         (projection,) = (x for x in map(site.module._modules.get, ("c_proj", "o_proj", "Wo")) if x)
-        projection.register_forward_pre_hook(
-            lambda module, arguments, layer=site.layer: outputs.update({layer: arguments[0]})
-        )
+        projection.register_forward_pre_hook(lambda _, x, layer=site.layer: outputs.update({layer: x[0]}))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     with torch.no_grad():
         model(tokenizer(text, return_tensors="pt")["input_ids"])
@@ -106,9 +104,7 @@ def measure(patterns):
         (measure('{"a": "b"}'), DataError, "patterns in the metadata cannot be read"),
     ],
 )
-def test_what_cannot_be_captured_stored_or_read_is_refused(
-    request_, error, message, encoder, tmp_path, monkeypatch
-):
+def test_what_cannot_be_captured_or_read_is_refused(request_, error, message, encoder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message):
         request_(encoder)

@@ -25,11 +25,7 @@ def bias(low):
     return lambda shown: torch.zeros(shown.shape).double().masked_fill(~shown, low)
 
 
-FORMS = {
-    "bool": lambda shown: shown,
-    "−inf": bias(-math.inf),
-    "smallest float": bias(torch.finfo(torch.float64).min),
-}
+FORMS = {"bool": lambda shown: shown, "−inf": bias(-math.inf), "least": bias(torch.finfo(torch.float64).min)}
 
 
 def filled_slots(backend, slots, queries, ends):
@@ -69,7 +65,7 @@ def test_steps_over_filled_slots_equal_the_whole_sequence_for_every_causal_backe
                 served = model(*step, attn_mask=masked(shown))
                 assert (expected[4] == 0).all() and expected[1].abs().max() > 0.1
                 torch.testing.assert_close(served, expected, rtol=0, atol=1e-6, msg=f"{slots} {form}")
-        nothing = FORMS["smallest float"](torch.zeros(2, 1, 1, 24, dtype=torch.bool))
+        nothing = FORMS["least"](torch.zeros(2, 1, 1, 24, dtype=torch.bool))
         assert (model(q[:, :, :1], k, v, attn_mask=nothing) == 0).all()
 
 
@@ -98,10 +94,8 @@ class Foreign(torch.Tensor):
 NINE = torch.arange(9)
 TREE = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0]]).bool()
 GAPS = torch.tensor([[3], [6], [7]]) >= NINE
-UNREAD, PATTERN = (
-    "its mask is a Foreign, whose entries are not read",
-    "its mask is no key mask and not causal",
-)
+UNREAD = "its mask is a Foreign, whose entries are not read"
+PATTERN = "its mask is no key mask and not causal"
 LEFT_EXACT = {
     "branches of a tree": (TREE, PATTERN),
     "gaps between queries": (GAPS, PATTERN),

@@ -119,10 +119,9 @@ def test_generated_code_without_a_module_name_is_served():
     torch.testing.assert_close(model(X), reference(X), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("run", "inner"), [(frozen, False), (offloaded, False), (PLAIN, True), (REENTRANT, True)]
-)
-def test_calls_that_no_backward_pass_repeats_outside_of_their_module_stay_served(run, inner):
+@pytest.mark.parametrize("run", [frozen, offloaded, PLAIN, REENTRANT])
+def test_calls_that_no_backward_pass_repeats_outside_of_their_module_stay_served(run):
+    inner = run in (PLAIN, REENTRANT)
     model, reference = model_of(run, inner=inner), model_of(frozen if run is frozen else direct, inner=inner)
     exact = gradients(copy.deepcopy(reference))[0]
     for x in (model, reference):

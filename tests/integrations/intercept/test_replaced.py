@@ -247,6 +247,9 @@ def test_a_module_around_another_that_calls_attention_stays_exact():
         assert replaced.calls == {"layers.0": {"served": 1}}
 
 
+PAIRS = [("window",), ("window", 65), ("window", {}, 3)]
+
+
 @pytest.mark.parametrize(
     ("backend", "options", "error", "match"),
     [
@@ -254,6 +257,7 @@ def test_a_module_around_another_that_calls_attention_stays_exact():
         ("window", {"example": lambda: None}, UnsupportedError, "nowhere: .* code with its own softmax"),
         ("window", {"example": lambda: F.scaled_dot_product_attention(X, X, X)}, UnsupportedError, "outside"),
         ("linformer", {}, UnsupportedError, r"layers\.0 cannot be served: .*causal"),
+        *(({"*": pair}, {}, ea.DtypeError, "is a pair such as") for pair in PAIRS),
         ({"*": "window"}, {"window": 3}, OptionError, "With a mapping of backends"),
         ({"*": ("exact", {"causal": True})}, {}, OptionError, "causal=True is no option of backend 'exact'"),
         ("by-head", {"heads": {"0": ("window", {"scale": 1.0})}}, OptionError, "scale=1.0 is no option of"),

@@ -8,20 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from hf_models import (
-    MODELS,
-    ROUNDING,
-    bart,
-    bert,
-    clip,
-    clip_text,
-    inputs,
-    llama,
-    logits,
-    modernbert,
-    moonshine,
-    tiny,
-)
+from hf_models import MODELS, ROUNDING, SIZES, bart, bert, inputs, llama, logits, tiny
 
 import efficient_attn as ea
 from efficient_attn.errors import UnsupportedError
@@ -83,11 +70,20 @@ def test_cross_attention_is_recognised_and_not_causal(name):
 
 @torch.no_grad()
 def test_cross_attention_that_its_name_alone_tells_is_left_to_its_own_backend():
-    model, sound, ids = moonshine().get_decoder(), torch.randn(3, 9, 32), inputs()["input_ids"]
+    layers = {f"{side}_num_hidden_layers": 2 for side in ("encoder", "decoder")}
+    heads = {f"{side}_num_attention_heads": 4 for side in ("encoder", "decoder")}
+    # Modules of one class are causal, bidirectional and cross-attention.
+    model = tiny("MoonshineForConditionalGeneration", **layers, **heads).get_decoder()
+    sound, ids = torch.randn(3, 9, 32), inputs()["input_ids"]
     expected = model(ids, encoder_hidden_states=sound).last_hidden_state
     with swapped(model, full=("window", {"window": 63})):
         out = model(ids, encoder_hidden_states=sound).last_hidden_state
     torch.testing.assert_close(out, expected, **ROUNDING)
+
+
+def clip_text():
+    """A model whose modules are not causal, and which calls them causally."""
+    return tiny("CLIPTextModel", eos_token_id=2)
 
 
 @pytest.mark.parametrize("backend", ["exact", "window", "block-topk"])
@@ -108,7 +104,10 @@ def test_a_model_that_passes_its_causality_in_the_call_is_served_by_it(backend, 
 
 @torch.no_grad()
 def test_a_causal_text_model_inside_another_is_told_from_the_images_beside_it():
-    model, batch = clip(), {**inputs(), "pixel_values": torch.randn(3, 3, 8, 8)}
+    text = clip_text().config.to_dict()
+    vision = {"image_size": 8, "patch_size": 4, **{name: text[name] for name in list(SIZES)[:4]}}
+    model = tiny("CLIPModel", text_config=text, vision_config=vision, projection_dim=16)
+    batch = {**inputs(), "pixel_values": torch.randn(3, 3, 8, 8)}
     expected = model(**batch)
     with swapped(model, "window", window=49):
         out = model(**batch)
@@ -139,7 +138,7 @@ def test_packed_documents_that_a_mask_of_ones_hides_are_remarked_once(caplog):
 
 
 def test_swapped_restores_the_attention_also_after_an_error():
-    model, batch = modernbert(), inputs()
+    model, batch = MODELS["modernbert"](), inputs()
     expected, keys, config = logits(model, batch), list(model.state_dict()), model.config.to_dict()
     with swapped(model, full=("performer-positive", {"num_features": 16})) as same:
         assert same is model

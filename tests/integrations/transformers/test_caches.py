@@ -15,14 +15,9 @@ from efficient_attn.errors import DtypeError, UnsupportedError
 from efficient_attn.integrations.transformers import StateCache, attach, swapped
 from efficient_attn.integrations.transformers.caches import StateLayer
 
-STREAMING = ("window", {"global_tokens": 2})
+STREAMING, SINKS = ("window", {"global_tokens": 2}), ("window", {"window": WINDOW, "global_tokens": 2})
 SECOND_HEAD = ("by-head", {"heads": {"1": STREAMING}})
-OPTIONS = {
-    "window": {"window": WINDOW},
-    "by-head": {"heads": {"1": ("window", {"window": WINDOW, "global_tokens": 2})}},
-}
-
-
+OPTIONS = {"window": {"window": WINDOW}, "by-head": {"heads": {"1": SINKS}}}
 STATIC = {"cache_implementation": "static", "disable_compile": True}
 
 
@@ -115,7 +110,7 @@ def test_a_changed_cache_continues_texts_as_no_cache_does(backend, change, rows)
 
 
 HIDING = [("exact", {}), ("exact-dense", {}), ("oracle-topk", {"keys": 6}), ("bigbird", {"block": 4})]
-HIDING += [("window", {"window": 5}), ("window", {"window": 5, "global_tokens": 2}), SECOND_HEAD]
+HIDING += [("window", {"window": 5}), SINKS, SECOND_HEAD]
 NO_PAST = "mask hides or shows tokens unlike .* the state of '{}' cannot follow; pass the same"
 
 
@@ -170,7 +165,7 @@ def shown(mask, value, column):
         ("block-topk", {}, lambda mask: shown(mask, 0, 8)),
         ("by-head", {"heads": {"1": "linear-elu"}}, lambda mask: shown(mask, 0, 8)),
         # A global token, whose place another one would take.
-        ("window", {"window": 5, "global_tokens": 2}, lambda mask: shown(mask, 0, 4)),
+        (*SINKS, lambda mask: shown(mask, 0, 4)),
         ("exact", {}, lambda mask: shown(mask, 1, 2)),
         ("exact", {}, lambda mask: None),
         ("linear-elu", {}, lambda mask: mask.fill_(True)),
@@ -237,9 +232,7 @@ def test_a_state_that_does_not_reach_the_attention_is_noticed(make, backend, mon
     ],
 )
 @torch.no_grad()
-def test_global_tokens_in_sliding_layers_are_the_first_real_keys_in_the_mask_of_the_model(
-    make, backend, heads
-):
+def test_global_tokens_in_sliding_layers_are_the_first_real_keys_in_the_models_mask(make, backend, heads):
     model, batch, causal = make().double(), inputs(), make is not modernbert
     real, kv_heads = batch["attention_mask"].bool(), 2 if causal else 4
     column = torch.arange(real.shape[1])

@@ -106,9 +106,8 @@ def test_a_failed_backend_is_measured_once_and_a_failed_plan_is_a_record(encoder
         raise RuntimeError("no memory for this plan")
 
     monkeypatch.setattr("efficient_attn.studies.swap.model.TextSubject.plan", broken)
-    results = advise(
-        encoder, min_cosine=0.9, backends=["window", broken], options={"window": {"window": [5]}}
-    )
+    options = {"window": {"window": [5]}}
+    results = advise(encoder, min_cosine=0.9, backends=["window", broken], options=options)
     assert [r.case.kind for r in results.records if r.case.backend == "broken"] == ["swap"]
     failed = [r.case.label for r in results.records if r.case.backend == "plan" and r.status == "error"]
     assert failed == ["plan 1"] and not results.files()
@@ -180,9 +179,7 @@ def test_windows_that_compute_otherwise_are_in_no_plan(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_plan_of_the_layers_within_the_budget_is_made_anew_by_the_resumed_run(
-    encoder, tmp_path, monkeypatch
-):
+def test_a_plan_of_the_layers_within_the_budget_is_made_anew_by_a_resumed_run(encoder, tmp_path, monkeypatch):
     whole, timed = advise(encoder, **WINDOWS), measure.cost
 
     def interrupted(case, *arguments, **named):
@@ -206,9 +203,7 @@ def test_a_plan_of_the_layers_within_the_budget_is_made_anew_by_the_resumed_run(
     assert ended.files() == whole.files()
 
 
-def test_a_plan_without_layers_is_no_decision_where_the_budget_left_layers_out(
-    encoder, tmp_path, monkeypatch
-):
+def test_a_plan_without_layers_is_no_decision_where_a_budget_left_layers_out(encoder, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         predict_long(patch, lambda case, rounds: case.layer is not None)
         stopped = advise(encoder, out=tmp_path, budget_s=60.0, **WINDOWS)

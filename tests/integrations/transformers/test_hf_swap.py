@@ -13,7 +13,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 from hf_advice import quality, swap
-from hf_models import MODELS, TOKENS, WINDOW, bart, bert, gemma3, gpt2, mistral, saved, texts
+from hf_models import MODELS, TOKENS, WINDOW, bart, bert, config, gemma3, mistral, saved, texts
 from study_points import points_of, study
 
 import efficient_attn as ea
@@ -49,10 +49,6 @@ def relative_error(states, exact):
     return float((states - exact).norm() / exact.norm())
 
 
-def distance(states, exact):
-    return 1 - float(torch.cosine_similarity(states, exact, dim=-1).mean())
-
-
 def test_an_encoder_is_compared_by_hidden_states_and_embeddings_of_every_text(encoder):
     options = {"window": {"window": [5]}}
     records = quality(swap(encoder, ["window"], options=options, by_layer=True, layers=[1]))
@@ -63,7 +59,7 @@ def test_an_encoder_is_compared_by_hidden_states_and_embeddings_of_every_text(en
         with swapped(model, "window", window=5):
             states = hidden_states(model, ids)
         hidden.append(relative_error(states, exact))
-        pooled.append(distance(states.mean(0), exact.mean(0)))
+        pooled.append(1 - float(torch.cosine_similarity(states.mean(0), exact.mean(0), dim=0)))
     assert min(pooled) > 100 * ROUNDING**2
     record = records["window(window=5)", None]
     assert record.texts == 3
@@ -98,7 +94,7 @@ def test_a_causal_model_is_compared_by_its_next_tokens_with_all_that_its_head_do
 
 
 def test_a_causal_model_without_a_head_is_compared_by_its_hidden_states(tmp_path):
-    folder = saved(gpt2().transformer, tmp_path)
+    folder = saved(MODELS["gpt2"]().transformer, tmp_path)
     record = quality(swap(folder, ["window"], options=WINDOW_OF_3))["window(window=3)", None]
     assert record.hidden_relative_error > 100 * ROUNDING
     assert record.mean_pool_distance > 100 * ROUNDING**2
@@ -214,16 +210,6 @@ def only_a_pickle(path):
     (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
 
 
-def config(**fields):
-    """Change fields of the configuration."""
-
-    def act(path):
-        whole = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps(whole | fields))
-
-    return act
-
-
 def a_device(path):
     (path / "tokenizer.json").unlink()
     (path / "tokenizer.json").symlink_to(os.devnull)
@@ -245,10 +231,10 @@ STRANGE = '{"model_type": "strange", "auto_map": {"AutoConfig": "modeling.Strang
         (lambda path: (path / "config.json").write_text(" " * (1 << 22) + "{}"), "is larger than"),
         (lambda path: (path / "model.safetensors").write_bytes(TEN_BYTES), LARGER),
         # Before transformers makes lists of as many entries, modules, or tensors of such a size.
-        (config(num_hidden_layers=1 << 40), LARGER),
-        (config(inner={"num_labels": 1 << 40}), LARGER),
-        (config(num_hidden_layers=3000), LARGER),
-        (config(vocab_size=1 << 40), LARGER),
+        (config(lambda c: c.update(num_hidden_layers=1 << 40)), LARGER),
+        (config(lambda c: c.update(inner={"num_labels": 1 << 40})), LARGER),
+        (config(lambda c: c.update(num_hidden_layers=3000)), LARGER),
+        (config(lambda c: c.update(vocab_size=1 << 40)), LARGER),
         (lambda path: os.truncate(path / "tokenizer.json", (1 << 28) + 1), "tokenizer.json is larger than"),
         (a_device, "tokenizer.json.*not a regular file"),
     ],
@@ -282,9 +268,7 @@ def test_the_command_names_texts_by_their_files(encoder, tmp_path, monkeypatch, 
     environment = json.loads(Path(folder, "environment.json").read_text())
     assert set(environment["settled"]["model"]["texts"]) == {"0.txt", "1.txt"}
     assert str(tmp_path) not in json.dumps(environment)
-    for path, message in (
-        ("absent.txt", "--text: cannot read absent.txt"),
-        ("./0.txt", "two files are called '0.txt'"),
-    ):
+    refused = {"absent.txt": "--text: cannot read absent.txt", "./0.txt": "two files are called '0.txt'"}
+    for path, message in refused.items():
         code, _, err = command(*request, "--text", path)
         assert code == 2 and err.startswith("error: ") and message in err and err.count("\n") == 1

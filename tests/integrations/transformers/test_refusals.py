@@ -106,17 +106,10 @@ def test_a_call_that_no_backend_computes_is_refused_until_the_model_has_its_atte
     assert model(**arguments).logits.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("argument", "match"),
-    [
-        ("softcap", "computes with 'softcap', which no backend supports"),
-        ("cu_seq_lens_q", "computes with 'cu_seq_lens_q', which no backend supports"),
-        ("output_attentions", "use attn_implementation='eager'"),
-    ],
-)
-def test_arguments_of_attention_that_no_backend_supports_are_refused_by_their_name(argument, match):
-    q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(UnsupportedError, match=match):
+@pytest.mark.parametrize("argument", ["softcap", "cu_seq_lens_q", "output_attentions"])
+def test_arguments_of_attention_that_no_backend_supports_are_refused_by_their_name(argument):
+    q, reason = torch.randn(1, 2, 4, 8), "(', which no backend supports|: .* never materialised)"
+    with pytest.raises(UnsupportedError, match=f"{argument}{reason};.* attn_implementation='eager'"):
         attended("exact", q, q, q, None, **{argument: torch.ones(1)})
 
 

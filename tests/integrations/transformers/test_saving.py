@@ -1,6 +1,5 @@
 """Saved and loaded, a model has the same outputs; files that do not fit it are refused in one line."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from hf_models import SIZES, bert, gemma3, inputs, llama, logits, saved
+from hf_models import SIZES, bert, config, gemma3, inputs, llama, logits, saved
 
 import efficient_attn as ea
 from efficient_attn.backend import Backend
@@ -108,17 +107,6 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def trained(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "saved")
-
-
-def config(change):
-    """Change the configuration of a folder."""
-
-    def act(folder):
-        fields = json.loads((folder / "config.json").read_text())
-        change(fields)
-        (folder / "config.json").write_text(json.dumps(fields))
-
-    return act
 
 
 def layer(change):
