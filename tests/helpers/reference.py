@@ -139,8 +139,3 @@ def first_and_second_derivatives(call, inputs) -> list[Tensor]:
 def relative_error(out: Tensor, reference: Tensor) -> float:
     """‖out − reference‖ / ‖reference‖."""
     return float((out.double() - reference).norm() / reference.norm().clamp_min(1e-300))
-
-
-def worst_row(out: Tensor, reference: Tensor) -> Tensor:
-    """Relative error of each row."""
-    return (out.double() - reference).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-300)

@@ -154,9 +154,8 @@ def test_many_calls_on_a_gpu_have_the_same_bits(cuda, dtype):
     from efficient_attn.ops.cuda import causal
 
     # As many segments as a scan has: a race in it changed 1 of 300 calls.
-    inputs, g = cuda_kernels.case_inputs(
-        {"tokens": 4097, "dtype": dtype, "norm": 5.0, "dim": 64, "features": 256}, cuda
-    )
+    case = {"tokens": 4097, "dtype": dtype, "norm": 5.0, "dim": 64, "features": 256}
+    inputs, g = cuda_kernels.case_inputs(case, cuda)
     tile = tiles(torch.cuda.get_device_capability(), getattr(torch, dtype), 64)[0]
 
     def results() -> list[torch.Tensor]:

@@ -113,9 +113,7 @@ def plain(inputs):
 
 @pytest.mark.parametrize("norm", [1, 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_errs_at_most_twice_as_much_as_plain_operators_with_the_same_directions(
-    dtype, norm, parts
-):
+def test_half_precision_errs_at_most_twice_as_much_as_plain_operators_with_its_directions(dtype, norm, parts):
     tensors, _ = inputs(75, norm)
     tensors = [x.to(dtype).requires_grad_() for x in tensors]
     backend = performer("performer-positive")

@@ -92,7 +92,7 @@ def without_causality(attention, q, k, v, *, block_mask, **options):
     return attention(q, k, v, block_mask=block_mask, **options)
 
 
-def last_listed_block_missed(attention, q, k, v, *, block_mask, **options):
+def last_block_missed(attention, q, k, v, *, block_mask, **options):
     block_mask.kv_num_blocks = (block_mask.kv_num_blocks - 1).clamp_min(1)
     return attention(q, k, v, block_mask=block_mask, **options)
 
@@ -106,9 +106,7 @@ def wrong_scale(attention, q, k, v, *, scale, **options):
     return attention(q, k, v, scale=1.01 * scale, **options)
 
 
-@pytest.mark.parametrize(
-    "fault", [None, without_causality, last_listed_block_missed, heads_swapped, wrong_scale]
-)
+@pytest.mark.parametrize("fault", [None, without_causality, last_block_missed, heads_swapped, wrong_scale])
 def test_the_check_of_a_gpu_accepts_the_right_call_and_no_faulty_one(fault):
     attention = listed_blocks if fault is None else partial(fault, listed_blocks)
     cases = [kernel_check.KernelCase(5, 129, False, grouped, 16) for grouped in (False, True)]

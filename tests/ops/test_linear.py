@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -20,13 +21,7 @@ import efficient_attn as ea
 from efficient_attn.measure.memory import peak
 from efficient_attn.ops import naive
 from efficient_attn.ops import paths as device_paths
-from efficient_attn.ops.linear import (
-    causal_exponential,
-    scaled_chunks,
-    softmax_identity,
-    trigonometric,
-    weak_chunks,
-)
+from efficient_attn.ops.linear import causal_exponential, scaled_chunks, trigonometric, weak_chunks
 from efficient_attn.ops.linear import inputs as linear_inputs
 from efficient_attn.ops.linear import state as linear_state
 from efficient_attn.ops.paths import VARIABLE
@@ -49,7 +44,7 @@ def small_chunks(monkeypatch):
         # At most this many tokens, whatever a cache holds.
         monkeypatch.setattr(linear_inputs, "SHORTEST_CHUNK", 1)
         monkeypatch.setattr(linear_inputs, "LONGEST_CHUNK", tokens)
-        for module in (softmax_identity, trigonometric):
+        for module in (identity, trigonometric):
             monkeypatch.setattr(module, "PIECE", tokens)
         for constant in ("CHUNK", "LARGE_CHUNK"):
             monkeypatch.setattr(scaled_chunks, constant, tokens)
@@ -75,10 +70,7 @@ def kernel(request, monkeypatch):
 
 def every_path(names):
     """Every algorithm of these backends; only full attention by exponentials uses the fused kernel."""
-    cases = [
-        (path, name, causal) for path in ("fused", "other") for name in names for causal in (False, True)
-    ]
-    cases += [("unfused", name, False) for name in EXPONENTIAL]
+    cases = [*product(("fused", "other"), names, (False, True)), *product(["unfused"], EXPONENTIAL, [False])]
     ids = ["-".join(map(str, case)) for case in cases]
     return pytest.mark.parametrize(("kernel", "name", "causal"), cases, ids=ids, indirect=["kernel"])
 
@@ -109,10 +101,8 @@ def test_every_chunk_size_gives_the_outputs_and_gradients_of_the_definition(
     if masked:
         # No key is visible to the first causal rows of an entry, of several chunks.
         mask[-1, :34] = False
-    actual, expected = (
-        output_and_gradients(partial(call, key_mask=mask), inputs)
-        for call in (backend, partial(by_definition, backend))
-    )
+    actual = output_and_gradients(partial(backend, key_mask=mask), inputs)
+    expected = output_and_gradients(partial(by_definition, backend, key_mask=mask), inputs)
     # Relative to the largest number: signed rows near a zero sum dominate, whose digits cancel.
     assert_near(actual, expected, 1e-10)
 
@@ -207,13 +197,3 @@ def test_projections_stay_wide():
     backend = performer("performer-positive")
     before = backend.core.features.projection.clone()
     assert torch.equal(backend.to(torch.bfloat16).core.features.projection, before)
-
-
-@pytest.mark.parametrize("name", PERFORMERS)
-def test_redraw_is_an_explicit_act_and_equals_building_with_that_seed(name):
-    backend, second = performer(name).double(), performer(name, seed=3).double()
-    q, k, v = random_qkv()
-    before = backend(q, k, v)
-    backend.redraw(3)
-    assert torch.equal(backend(q, k, v), second(q, k, v))
-    assert not torch.equal(backend(q, k, v), before)

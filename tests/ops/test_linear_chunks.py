@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from backend_definitions import by_definition
-from reference import assert_near, output_and_gradients, random_mask, random_qkv, reference_linear, worst_row
+from reference import assert_near, output_and_gradients, random_mask, random_qkv, reference_linear
 from small_backends import small_backend
 
 import efficient_attn as ea
@@ -121,9 +121,8 @@ def test_gradients_are_right_and_pieces_halved_where_exponential_features_are_la
     monkeypatch.setattr(causal_exponential, "_query_gradients", recorded)
     monkeypatch.setitem(linear_state.TINY, torch.float64, tiny or linear_state.TINY[torch.float64])
     backend, inputs = built("performer-positive", head_dim=8), [x.requires_grad_() for x in rising(norm)]
-    results, expected = (
-        output_and_gradients(call, inputs) for call in (backend, partial(by_definition, backend))
-    )
+    results = output_and_gradients(backend, inputs)
+    expected = output_and_gradients(partial(by_definition, backend), inputs)
     whole = math.ceil(150 / causal_exponential.BACKWARD_CHUNK)
     assert len(pieces) > whole if tiny else len(pieces) == whole
     assert_near(results, expected, 1e-9)
@@ -157,12 +156,18 @@ def taken(monkeypatch):
     return told
 
 
+POSITIVE = ea.build("performer-positive", head_dim=16, causal=True, num_features=64)
+DIRECTIONS = POSITIVE.core.features.projection
+
+
 def output(q, k, v, **options):
-    backend = ea.build("performer-positive", head_dim=16, causal=True, num_features=64)
-    expected = reference_linear(
-        q, k, v, backend.core.features.projection, "positive", scale=0.25, causal=True, **options
-    )
-    return backend(q, k, v, **options), expected
+    expected = reference_linear(q, k, v, DIRECTIONS, "positive", scale=0.25, causal=True, **options)
+    return POSITIVE(q, k, v, **options), expected
+
+
+def worst_row(out, reference):
+    """Relative error of each row."""
+    return (out.double() - reference).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-300)
 
 
 def test_a_call_leaves_the_moderate_for_good_and_goes_on_from_its_sums(taken):
@@ -186,10 +191,7 @@ def test_a_call_leaves_the_moderate_for_good_and_goes_on_from_its_sums(taken):
 def test_moderate_values_keep_all_digits_and_others_are_guarded(taken, size, moderate):
     q, k, v = (x.float() for x in random_qkv(1, 1, 1, 48, 48, head_dim=16))
     # Products of features as small and as large as are let through, in one row.
-    direction = ea.build(
-        "performer-positive", head_dim=16, causal=True, num_features=64
-    ).core.features.projection[0]
-    q[..., 5, :], q[..., 20, :], k[..., 7, :] = 1.9 * direction, -1.9 * direction, 1.2 * direction
+    q[..., 5, :], q[..., 20, :], k[..., 7, :] = (factor * DIRECTIONS[0] for factor in (1.9, -1.9, 1.2))
     out, expected = output(q, k, v * size)
     assert taken == ([True] * 3 if moderate else [False])
     bound = 8 * 40 * torch.finfo(torch.float32).eps if moderate else 1e-4

@@ -54,7 +54,6 @@ def test_outputs_and_gradients_are_those_of_the_definition(name, causal, masked)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("window", {"global_tokens": 2}),
         ("linformer", {"sharing": "none"}),
         ("linformer", {"sharing": "key-value"}),
         ("linear-hedgehog", {"num_heads": None}),

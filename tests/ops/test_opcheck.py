@@ -13,13 +13,9 @@ from efficient_attn.ops.linear import full as linear_full
 from efficient_attn.ops.linear.features import MAPS
 from efficient_attn.ops.window import operator as window_operator
 
-UTILITIES = [
-    "test_schema",
-    "test_autograd_registration",
-    "test_faketensor",
-    # Symbolic sizes are no integers to the runtime shape checks, which `-m compile` is without.
-    pytest.param("test_aot_dispatch_dynamic", marks=pytest.mark.compile),
-]
+UTILITIES = ["test_schema", "test_autograd_registration", "test_faketensor"]
+# Symbolic sizes are no integers to the runtime shape checks, which `-m compile` is without.
+UTILITIES += [pytest.param("test_aot_dispatch_dynamic", marks=pytest.mark.compile)]
 # Operators with their backward passes.
 OPERATORS = {
     "full_linear": (linear_full._full, linear_full._full_backward),
