@@ -35,6 +35,7 @@ CHEAP = (
 )
 TURNS, TURN = 20, 14
 BACKENDS, NAMES = ea.list_backends(), check_names()
+LONG_CHECKS = {name for name, check in TABLE.items() if check.is_long or check.long(0)}
 
 
 def marks(backend: int, check: str) -> list[pytest.MarkDecorator]:
@@ -52,9 +53,7 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("check", [pytest.param(name, marks=marks(len(BACKENDS), name)) for name in NAMES])
-def test_a_window_with_global_tokens_keeps_what_a_window_promises(
-    check: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_with_global_tokens_keeps_what_a_window_promises(check, monkeypatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", check not in WITH_SHAPE_CHECKS)
     # A window so short that the global tokens of a few tokens lie behind it.
     ea.check(ea.build("window", head_dim=4, window=5, global_tokens=2), only=[check])
@@ -66,10 +65,8 @@ UNDECLARED = {
     "grouped_queries_are_repeated_heads": "skipped, undeclared",
     "gradients_are_those_of_finite_differences": "kept",
 }
-EXACT = {
-    "capabilities": Capabilities(causal=False, key_mask=False, exact=True),
-    "only": ["equals_softmax_attention"],
-}
+PLAIN = Capabilities(causal=False, key_mask=False, exact=True)
+EXACT = {"capabilities": PLAIN, "only": ["equals_softmax_attention"]}
 
 
 def attend(q, k, v):
@@ -93,27 +90,16 @@ def uniform(q, k, v):
 
 
 @pytest.mark.parametrize(("backend", "check"), CHECKS)
-def test_a_registered_backend_keeps_what_it_promises(
-    backend: str, check: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_registered_backend_keeps_what_it_promises(backend, check, monkeypatch) -> None:
     with_shape_checks = backend in LONG and check in WITH_SHAPE_CHECKS
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", not with_shape_checks)
     ea.check(backend, only=[check])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "check",
-    [
-        name
-        for name, check in TABLE.items()
-        if (check.is_long or check.long(0)) and name not in WITHOUT_SHAPE_CHECKS
-    ],
-)
+@pytest.mark.parametrize("check", sorted(LONG_CHECKS - {*WITHOUT_SHAPE_CHECKS}))
 @pytest.mark.parametrize("backend", LONG)
-def test_a_registered_backend_keeps_what_it_promises_at_long_lengths(
-    backend: str, check: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_registered_backend_keeps_what_it_promises_at_long_lengths(backend, check, monkeypatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     # The shorter inputs are those of the quick form.
     monkeypatch.setitem(TABLE, check, replace(TABLE[check], cases=(), drawn=lambda seed: ()))
@@ -149,7 +135,7 @@ def test_what_a_function_is_said_to_promise_is_held_against_it() -> None:
 )
 def test_faults_of_a_function_at_usual_sizes_and_in_sums_are_caught(function, check) -> None:
     for checked, outcome in ((attend_in_groups, "kept"), (function, "broken")):
-        (record,) = ea.check(checked, capabilities=EXACT["capabilities"], only=[check], on_fail="collect")
+        (record,) = ea.check(checked, capabilities=PLAIN, only=[check], on_fail="collect")
         assert record.outcome == outcome
 
 

@@ -47,9 +47,7 @@ STREAMS = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masked", ["no", "some", "all"])
 @pytest.mark.parametrize(("name", "causal", "options"), CASES)
-def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
-    name, causal, options, masked, kind, monkeypatch
-):
+def test_parts_have_the_rows_and_gradients_of_the_whole(name, causal, options, masked, kind, monkeypatch):
     # One group of blocks for a segment of the layout head-tail, and two for a segment of the other.
     monkeypatch.setattr(clusters, "MOST_BLOCKS", 4)
     torch.manual_seed(0)

@@ -75,10 +75,8 @@ def test_what_several_ranks_cannot_answer_is_refused(call, error, message):
 def test_models_of_other_libraries_are_refused_replaced_or_captured():
     """Their positions and masks would be of the tokens of one process."""
     model, run = written_model()
-    for block in (
-        ea.intercept.replace(model, {"layers.1": "exact"}, example=run),
-        ea.intercept.capture(model),
-    ):
+    replaced = ea.intercept.replace(model, {"layers.1": "exact"}, example=run)
+    for block in (replaced, ea.intercept.capture(model)):
         with block, in_force(of_rank(0)), pytest.raises(UnsupportedError, match=ONLY):
             run()
     assert run().shape == (2, TOKENS, DIM)
@@ -127,9 +125,7 @@ def train(backend, rank):
         (train, "linformer", {"max_tokens": 64, "rank": 4}),
     ],
 )
-def test_a_backend_that_changes_on_one_rank_after_a_call_is_refused_until_all_are_alike(
-    change, name, options
-):
+def test_a_backend_that_changes_on_one_rank_after_calls_is_refused_until_all_are_alike(change, name, options):
     backends = [built(name, **options) for _ in range(RANKS)]
 
     def call(layout):

@@ -14,9 +14,7 @@ from efficient_attn.measure import environment
 from efficient_attn.ops import verdict
 
 
-def test_machine_and_software_are_told_in_strict_json_and_host_user_home_and_other_variables_are_not(
-    monkeypatch,
-):
+def test_machine_and_software_are_told_in_strict_json_and_host_user_home_and_variables_are_not(monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     words = ["efficient-attn", "bench", "--backend", f"{Path.home()}/secret/mine.py:f", "--out=/srv/ada/out"]

@@ -17,9 +17,7 @@ Q, K, V = random_qkv(1, 4, 2, 5, 7, 4, 3)
 @pytest.mark.parametrize(
     ("entries", "dtype"), [(1, torch.float64), (30, torch.float16), (1 << 20, torch.float64)]
 )
-def test_the_exact_output_is_the_definition_in_float64_in_blocks_of_any_size(
-    monkeypatch, causal, entries, dtype
-):
+def test_exact_output_is_the_definition_in_float64_in_blocks_of_any_size(monkeypatch, causal, entries, dtype):
     monkeypatch.setattr(measure, "ENTRIES_AT_ONCE", entries)
     inputs = [x.to(dtype) for x in (Q, K, V)]
     exact = exact_output(*inputs, scale=SCALE, causal=causal)
@@ -28,9 +26,7 @@ def test_the_exact_output_is_the_definition_in_float64_in_blocks_of_any_size(
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("entries", "rows"), [(1, None), (1 << 20, None), (30, [0, 3, 4])])
-def test_density_and_covered_mass_are_shares_of_pairs_and_of_exact_weights(
-    monkeypatch, causal, entries, rows
-):
+def test_density_and_covered_mass_are_shares_of_pairs_and_exact_weights(monkeypatch, causal, entries, rows):
     monkeypatch.setattr(measure, "ENTRIES_AT_ONCE", entries)
     q = Q if causal else torch.cat([Q, Q[:, :, :2]], dim=2)
     # Outputs of unit vectors as values are the weights.

@@ -47,9 +47,7 @@ PATTERNS = {
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_known_pattern_is_measured_to_the_byte_twice_over_and_the_environment_is_left_alone(
-    pattern, monkeypatch
-):
+def test_a_known_pattern_is_measured_to_the_byte_twice_and_leaves_the_environment_alone(pattern, monkeypatch):
     monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
     before = dict(os.environ)
     for _ in range(2):

@@ -19,19 +19,9 @@ from synthetic_records import case
 import efficient_attn as ea
 from efficient_attn import limits
 from efficient_attn.errors import DataError
+from efficient_attn.measure import record as records
 from efficient_attn.measure.quantities import FIELDS, KINDS
-from efficient_attn.measure.record import (
-    STATUSES,
-    Case,
-    Record,
-    append,
-    line,
-    merge_rounds,
-    merge_rows,
-    parse,
-    read,
-    replace,
-)
+from efficient_attn.measure.record import Case, Record, append, line, parse, read, replace
 from efficient_attn.runs.registry import studies
 from efficient_attn.runs.store import Store
 from efficient_attn.stats.estimates import time_ratio
@@ -137,22 +127,20 @@ def test_files_and_lines_beyond_their_limits_are_refused(tmp_path, monkeypatch):
 def test_samples_are_thinned_where_readers_would_refuse_them_and_medians_stay(tmp_path, monkeypatch):
     random, path = Random(0), tmp_path / "records.jsonl"
     rounds = [tuple(random.random() for _ in range(random.randint(300, 999))) for _ in range(40)]
-    rows = [
-        replace(RECORD, times_s=times_s, device_times_s=times_s[::-1], round_sizes=(len(times_s),))
-        for times_s in rounds
-    ]
+    rows = [replace(RECORD, times_s=x, device_times_s=x[::-1], round_sizes=(len(x),)) for x in rounds]
     monkeypatch.setattr(limits, "RECORDS_BYTES", 300_000)
     store = Store(path)
     for row in rows:
         store.add(row)
-    (record,) = merge_rows(read(path).records).values()
+    (record,) = records.merge_rows(read(path).records).values()
     assert record == store.records[CASE.key] and "of the" in record.reason
-    assert time_ratio(record, merge_rounds(rows)).median == pytest.approx(1)
+    whole = records.merge_rounds(rows)
+    assert time_ratio(record, whole).median == pytest.approx(1)
     last = record.times_s[-record.round_sizes[-1] :]
     assert (last[0], median(last), last[-1]) == (min(rounds[-1]), median(rounds[-1]), max(rounds[-1]))
     # All rounds of a call on one line.
     monkeypatch.setattr(limits, "RECORD_LINE_BYTES", 100_000)
-    assert append(tmp_path / "whole.jsonl", merge_rounds(rows)) in read(tmp_path / "whole.jsonl").records
+    assert append(tmp_path / "whole.jsonl", whole) in read(tmp_path / "whole.jsonl").records
 
 
 def test_the_docs_state_every_limit():
@@ -162,7 +150,7 @@ def test_the_docs_state_every_limit():
 
 
 def test_rounds_are_joined_with_their_device_times():
-    merged = merge_rounds([replace(RECORD, round_sizes=(2,), device_times_s=(0.5, 0.125))] * 2)
+    merged = records.merge_rounds([replace(RECORD, round_sizes=(2,), device_times_s=(0.5, 0.125))] * 2)
     assert merged.times_s == RECORD.times_s * 2 and merged.round_sizes == (2, 2)
     assert merged.device_times_s == (0.5, 0.125) * 2
 
@@ -203,7 +191,7 @@ def test_every_kind_of_record_is_valid_and_strict_whatever_was_measured(kind):
     values |= {"signed number": -0.5, "signed numbers": (-0.5, nan)}
     measured = {name: values.get(field.type) for name, field in FIELDS.items()}
     about = replace(CASE, kind=kind, options={"a": 1, "b": "c", "d": None, "e": nan})
-    for status, fields in itertools.product(STATUSES, ({"reason": "because"}, measured)):
+    for status, fields in itertools.product(records.STATUSES, ({"reason": "because"}, measured)):
         record = Record(case=about, status=status, **fields)
         row = json.loads(line(record), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
         assert SCHEMA_OF_LINES.is_valid(row)

@@ -169,12 +169,7 @@ def test_a_link_in_the_place_of_a_file_of_ours_is_not_followed(tmp_path, name):
 
 
 LONG = "é" * 127 + "x"  # 255 bytes
-REFUSED = {
-    f"{LONG}y": "File name too long",
-    "file/below": "Not a directory",
-    "-": "is a folder",
-    "a\0b": "null",
-}
+REFUSED = {f"{LONG}y": "name too long", "file/below": "Not a directory", "-": "is a folder", "a\0b": "null"}
 
 
 def test_a_folder_of_any_name_is_made_or_refused_before_anything_is_measured(tmp_path, monkeypatch):

@@ -21,7 +21,13 @@ import efficient_attn as ea
 from efficient_attn.measure.memory import peak
 from efficient_attn.ops import naive
 from efficient_attn.ops import paths as device_paths
-from efficient_attn.ops.linear import causal_exponential, scaled_chunks, trigonometric, weak_chunks
+from efficient_attn.ops.linear import (
+    causal_exponential,
+    scaled_chunks,
+    softmax_identity,
+    trigonometric,
+    weak_chunks,
+)
 from efficient_attn.ops.linear import inputs as linear_inputs
 from efficient_attn.ops.linear import state as linear_state
 from efficient_attn.ops.paths import VARIABLE
@@ -44,7 +50,7 @@ def small_chunks(monkeypatch):
         # At most this many tokens, whatever a cache holds.
         monkeypatch.setattr(linear_inputs, "SHORTEST_CHUNK", 1)
         monkeypatch.setattr(linear_inputs, "LONGEST_CHUNK", tokens)
-        for module in (identity, trigonometric):
+        for module in (softmax_identity, trigonometric):
             monkeypatch.setattr(module, "PIECE", tokens)
         for constant in ("CHUNK", "LARGE_CHUNK"):
             monkeypatch.setattr(scaled_chunks, constant, tokens)

@@ -15,11 +15,10 @@ LINE = {"color": "#0072b2", "marker": "o", "linestyle": "-"}
 # The quickest runs; the slow tests have a run of every study.
 STUDIES = ("compare", "recall-default")
 DRAWN = [path.parent.name for path in sorted(RUNS.glob("*/records.jsonl"))]
+PARAMS = [pytest.param(run, marks=[pytest.mark.slow] * (run not in STUDIES)) for run in DRAWN]
 
 
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=[pytest.mark.slow] * (run not in STUDIES)) for run in DRAWN]
-)
+@pytest.mark.parametrize("run", PARAMS)
 def test_texts_of_committed_runs_are_large_enough_and_none_lies_on_a_second_text(run):
     for plot in read(RUNS / run).plots().values():
         figure = draw(plot)[0].figure

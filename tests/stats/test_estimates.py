@@ -47,9 +47,8 @@ def test_a_time_is_the_median_over_rounds_with_the_interval_of_rounds_and_not_of
     correlations = 0.7 ** np.abs(np.subtract.outer(np.arange(4), np.arange(4)))
     of_mean, of_samples = correlations.mean(), (4 - 4 * correlations.mean()) / 3
     # No round shows the shift of 3 % from run to run.
-    assert np.log(high / median) == pytest.approx(
-        np.hypot(student * np.sqrt(4 * of_mean / of_samples), SHIFT)
-    )
+    width = student * np.sqrt(4 * of_mean / of_samples)
+    assert np.log(high / median) == pytest.approx(np.hypot(width, SHIFT))
 
 
 @pytest.mark.parametrize("sizes", [None, (6,), (2, 2, 2), (3, 3, 3), (1,) * 5, (1, 1, 3, -1, 2), (True,) * 6])

@@ -51,9 +51,7 @@ def test_an_environment_that_makes_no_sense_raises_no_doubt_and_no_error(broken)
     assert doubts([record(round_sizes=(1.5, None, 3, 4))], {DURING: broken}) == []
 
 
-def test_doubts_are_in_the_notes_of_a_run_and_again_when_its_files_are_read(
-    hasty, undrawn, tmp_path, monkeypatch
-):
+def test_doubts_are_notes_of_a_run_and_again_when_its_files_are_read(hasty, undrawn, tmp_path, monkeypatch):
     # The second moment is after a million seconds of work by others.
     others_s = iter([0.0, 1e6])
     monkeypatch.setattr(runs, "moment", lambda: moment()._replace(others_s=next(others_s)))

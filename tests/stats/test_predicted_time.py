@@ -97,6 +97,5 @@ def test_the_coverage_that_the_page_states_follows_from_the_committed_records(ca
     namespace["report"]("causal", list(read(script.with_name("causal.jsonl")).records))
     counts = re.findall(r"(\d+ of \d+)", capsys.readouterr().out)
     assert len(counts) == 4
-    assert f"| float32, causal | {' | '.join(counts)} |" in (root / "docs" / "advise.md").read_text(
-        encoding="utf-8"
-    )
+    page = (root / "docs" / "advise.md").read_text(encoding="utf-8")
+    assert f"| float32, causal | {' | '.join(counts)} |" in page

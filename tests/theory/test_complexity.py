@@ -117,9 +117,8 @@ def test_linear_attention_adds_the_pairs_within_a_chunk_if_causal(name, causal, 
             of_q, of_k = features(q[:, :, part]), features(k[:, :, part])
             sums = sums + torch.cat([of_k.mT @ x[:, :, part] for x in (v, ones)], dim=-1)
             rows.append((of_q @ sums.repeat_interleave(per_key_head, dim=1)).sum(-1))
-            keys, *values = (
-                x.repeat_interleave(per_key_head, dim=1) for x in (of_k, v[:, :, part], ones[:, :, part])
-            )
+            read = (of_k, v[:, :, part], ones[:, :, part])
+            keys, *values = (x.repeat_interleave(per_key_head, dim=1) for x in read)
             for i in range(keys.shape[2] if causal else 0):
                 scores = of_q[:, :, i : i + 1] @ keys[:, :, : i + 1].mT
                 rows += [(scores @ x[:, :, : i + 1]).sum(-1) for x in values]
@@ -140,9 +139,7 @@ def test_linear_attention_adds_the_pairs_within_a_chunk_if_causal(name, causal, 
         *[(x, False, (HEADS + KV_HEADS) * TOKENS * 6, KV_HEADS * 6 * (VALUE_DIM + 1)) for x in PERFORMERS],
     ],
 )
-def test_exponentials_are_of_pairs_or_features_and_scores_mixtures_or_states_are_kept(
-    name, causal, exponentials, kept
-):
+def test_exponentials_and_kept_bytes_are_of_pairs_features_and_states(name, causal, exponentials, kept):
     call = cost(name, causal=causal)
     assert (call.exponentials, call.kept_bytes) == (BATCH * exponentials, 4 * BATCH * kept)
 

@@ -7,13 +7,9 @@ import pytest
 from scipy.special import roots_jacobi, roots_legendre
 
 from efficient_attn.errors import OptionError, UnknownNameError
-from efficient_attn.theory.kernel import (
-    ERRORS,
-    log_oprf_error,
-    log_orthogonal_error,
-    log_positive_error,
-    rare_error,
-)
+from efficient_attn.theory.kernel import ERRORS, log_oprf_error, log_orthogonal_error, rare_error
+
+log_positive_error = ERRORS["positive"]
 
 # Estimate from a direction ω over SM, from ω·z or ω·Δ and |z|² or |Δ|² for z = x + y and Δ = x − y.
 ESTIMATES = {

@@ -43,9 +43,8 @@ def test_draws_have_the_frequencies_of_the_tempered_softmax_among_the_top_k():
     logits = successor(start[:1], None)[0][0, 0].double()
     for top_k in (None, 3):
         drawn = ea.generate(successor, start, 1, temperature=temperature, top_k=top_k)
-        hidden = torch.zeros(VOCABULARY).masked_fill(
-            logits < logits.topk(top_k or VOCABULARY)[0][-1], -torch.inf
-        )
+        least = logits.topk(top_k or VOCABULARY)[0][-1]
+        hidden = torch.zeros(VOCABULARY).masked_fill(logits < least, -torch.inf)
         expected = (logits / temperature + hidden).softmax(dim=-1)
         frequency = drawn.flatten().bincount(minlength=VOCABULARY) / rows
         standard_error = (expected * (1 - expected) / rows).sqrt()

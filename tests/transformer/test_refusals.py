@@ -106,11 +106,10 @@ CALLED = [
     (extend_beyond_learned_positions, ShapeError, "x reaches 13 tokens .* 12 learned .*max_tokens=13"),
     (lambda: build(ea.Transformer).extend(X), OptionError, "extend needs the source in its first call"),
 ]
+ROWS = [*BUILT, *((call, {}, *rest) for call, *rest in CALLED)]
 
 
-@pytest.mark.parametrize(
-    ("call", "arguments", "error", "message"), [*BUILT, *((call, {}, *rest) for call, *rest in CALLED)]
-)
+@pytest.mark.parametrize(("call", "arguments", "error", "message"), ROWS)
 def test_requests_and_inputs_that_do_not_fit_are_refused_in_one_line(call, arguments, error, message):
     with pytest.raises(error, match=message) as refusal:
         call(**arguments)
