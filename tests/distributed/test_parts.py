@@ -5,7 +5,7 @@ from threading import BrokenBarrierError
 
 import pytest
 import torch
-from thread_ranks import assert_ranks_are_the_whole, bytes_sent, drawn
+from thread_ranks import bytes_sent, drawn
 
 import efficient_attn as ea
 from efficient_attn.conformance.ranks import on_threads
@@ -19,19 +19,6 @@ from efficient_attn.sharding import at_positions
 RANKS, TOKENS, LATER = 3, 66, 5
 # Blocks of 4 tokens, which end on no boundary of a segment.
 CLUSTERS = {"window": 8, "clusters": 6}
-CASES = [
-    ("exact", True, {}),
-    ("exact", False, {}),
-    ("window", True, {"window": 12}),
-    ("window", False, {"window": 11}),
-    ("window", False, {"window": 81}),
-    ("linformer", False, {"rank": 6, "max_tokens": 70}),
-    ("performer-positive", True, {"num_features": 12}),
-    ("performer-positive", False, {"num_features": 12}),
-    ("performer-trig", True, {"num_features": 64}),
-    ("performer-trig", False, {"num_features": 64}),
-    ("window-clusters", False, CLUSTERS),
-]
 
 STREAMS = [
     ("exact", {}),
@@ -44,18 +31,10 @@ STREAMS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("masked", ["no", "some", "all"])
-@pytest.mark.parametrize(("name", "causal", "options"), CASES)
-def test_parts_have_the_rows_and_gradients_of_the_whole(name, causal, options, masked, kind, monkeypatch):
-    # One group of blocks for a segment of the layout head-tail, and two for a segment of the other.
+@pytest.mark.parametrize(("name", "options"), [("window-clusters", CLUSTERS), ("window", {"window": 81})])
+def test_parts_of_several_groups_and_windows_over_several_ranks_are_the_whole(name, options, monkeypatch):
     monkeypatch.setattr(clusters, "MOST_BLOCKS", 4)
-    torch.manual_seed(0)
-    backend = ea.build(name, head_dim=8, causal=causal, **options).double()
-    tensors, mask = drawn(TOKENS), torch.rand(2, TOKENS) > 0.3
-    # The first rank has no real key of one sequence, nor have its first queries, or no rank has any.
-    mask[0, : TOKENS if masked == "all" else TOKENS // RANKS + 3] = False
-    assert_ranks_are_the_whole(backend, tensors, None if masked == "no" else mask, ranks=RANKS, kind=kind)
+    ea.check(ea.build(name, head_dim=4, **options), only=["parts_on_several_ranks_are_the_whole"])
 
 
 def test_a_rank_computes_the_clusters_of_its_own_queries_alone(monkeypatch):
