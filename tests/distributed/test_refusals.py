@@ -29,13 +29,9 @@ def zeros(*tokens):
 
 
 def mesh(ndim=1):
-    return SimpleNamespace(
-        ndim=ndim,
-        mesh_dim_names=("dp", "cp"),
-        get_group=lambda: SimpleNamespace(group_name=""),
-        get_local_rank=lambda: 1,
-        size=lambda: RANKS,
-    )
+    group, names = SimpleNamespace(group_name=""), ("dp", "cp")
+    methods = {"get_group": lambda: group, "get_local_rank": lambda: 1, "size": lambda: RANKS}
+    return SimpleNamespace(ndim=ndim, mesh_dim_names=names, **methods)
 
 
 def check_tokens(queries, keys):

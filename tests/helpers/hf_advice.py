@@ -9,16 +9,9 @@ from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 
 # Seconds of one forward pass, by backend.
-TIMES_S = {
-    OWN: 1.0,
-    "exact": 1.0,
-    UNIFORM_ATTENTION: 0.25,
-    "window": 0.4,
-    "linformer": 1.6,
-    "plan": 0.5,
-    "performer-positive": 0.4,
-    "performer-full": 0.4,
-}
+TIMES_S = {OWN: 1.0, "exact": 1.0, UNIFORM_ATTENTION: 0.25, "linformer": 1.6, "plan": 0.5}
+TIMES_S |= dict.fromkeys(("window", "performer-positive", "performer-full"), 0.4)
+OPTIONS = {"window": {"window": [5, 15]}, "linformer": {"rank": [12]}}
 
 
 def timed(case, variant, subject, *, seconds):
@@ -27,12 +20,7 @@ def timed(case, variant, subject, *, seconds):
 
 
 def advise(model, **changes):
-    defaults = {
-        "backends": ["window", "linformer"],
-        "options": {"window": {"window": [5, 15]}, "linformer": {"rank": [12]}},
-        "texts": texts(4),
-        "seq_lens": (TOKENS,),
-    }
+    defaults = {"backends": list(OPTIONS), "options": OPTIONS, "texts": texts(4), "seq_lens": (TOKENS,)}
     return ea.advise(model, **{**defaults, **changes})
 
 

@@ -27,9 +27,8 @@ ATTENTION = {
     "exact": {},
     "window": {"window": 121},
     "linformer": {"rank": 8, "sharing": "none", "num_heads": 4},
-    "performer-positive": {"num_features": 16},
-    "window-clusters": {"window": 8, "clusters": 12},
 }
+ATTENTION |= {"performer-positive": {"num_features": 16}, "window-clusters": {"window": 8, "clusters": 12}}
 # Positions go on from rank to rank.
 MODELS = {
     "exact": {"positions": "learned", "max_tokens": MODEL_TOKENS},

@@ -90,15 +90,8 @@ def reference_condition(q, k, directions, kind, *, scale, causal=False) -> Tenso
 def random_qkv(batch=2, heads=4, kv_heads=2, q_tokens=7, k_tokens=7, head_dim=8, value_dim=5, *, seed=0):
     """Gaussian queries, keys and values in float64."""
     generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    return (
-        draw(batch, heads, q_tokens, head_dim),
-        draw(batch, kv_heads, k_tokens, head_dim),
-        draw(batch, kv_heads, k_tokens, value_dim),
-    )
+    shapes = (heads, q_tokens, head_dim), (kv_heads, k_tokens, head_dim), (kv_heads, k_tokens, value_dim)
+    return tuple(torch.randn(batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
 def random_mask(batch, tokens, *, seed=0) -> Tensor:

@@ -26,6 +26,11 @@ pytestmark = pytest.mark.usefixtures("called_models", "undrawn", "hasty")
 
 PLAN = "layers.json"
 BACKENDS, OPTIONS = ["exact", "window"], {"window": {"window": [5]}}
+PLANNED = {
+    "performer-positive": {"num_features": [16], "seed": [5]},
+    "performer-full": {"num_features": [16]},
+}
+PLANNED["window"] = {"window": [7]}
 DECIDES = "has no effect with this model, which decides its inputs"
 
 
@@ -167,17 +172,10 @@ def advise(model, backend="window", **changes):
     return ea.advise(model, [backend], **given)
 
 
-@pytest.mark.parametrize(
-    ("backend", "options"),
-    [
-        ("window", {"window": [7]}),
-        ("performer-positive", {"num_features": [16], "seed": [5]}),
-        ("performer-full", {"num_features": [16]}),
-    ],
-)
+@pytest.mark.parametrize("backend", PLANNED)
 @torch.no_grad()
-def test_a_plan_is_verified_on_other_inputs_and_repeated_by_replace(backend, options, tmp_path, given_times):
-    results = advise("models.py:make_drawn", backend, options={backend: options})
+def test_a_plan_is_verified_on_other_inputs_and_reproduced_by_replace(backend, tmp_path, given_times):
+    results = advise("models.py:make_drawn", backend, options={backend: PLANNED[backend]})
     (verified,) = [r for r in results.records if (r.case.kind, r.case.label) == ("swap", "plan")]
     assert (verified.case.tokens, verified.case.inputs) == (20, "models.py:make_drawn, held out")
     assert "Faster from 20 tokens" in results.sentences()[0]

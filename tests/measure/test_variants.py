@@ -10,14 +10,8 @@ from efficient_attn.measure.variants import has_address, parse_settings, select
 from efficient_attn.registry import SPECS
 from efficient_attn.runs.results import read
 
-LENGTHS = {
-    "256,512": (256, 512),
-    "256:1024:x2": (256, 512, 1024),
-    "100:350:x3": (100, 300),
-    "512,1k,512": (512, 1024),
-    (64, 32): (32, 64),
-    7: (7,),
-}
+LENGTHS = {"256,512": (256, 512), "256:1024:x2": (256, 512, 1024), "100:350:x3": (100, 300)}
+LENGTHS |= {"512,1k,512": (512, 1024), (64, 32): (32, 64), 7: (7,)}
 
 
 def test_lengths_durations_and_amounts_are_read_and_shown_as_documented():
@@ -35,11 +29,8 @@ def test_several_values_of_an_option_make_several_labelled_variants():
     settings = parse_settings(["linformer.rank=64,128", "linformer.sharing=none"])
     # Names are read from one text, too, as on the command line.
     variants = select("exact,linformer", settings)
-    assert [variant.label for variant in variants] == [
-        "exact",
-        "linformer(rank=64, sharing=none)",
-        "linformer(rank=128, sharing=none)",
-    ]
+    labels = [f"linformer(rank={rank}, sharing=none)" for rank in (64, 128)]
+    assert [variant.label for variant in variants] == ["exact", *labels]
     assert variants[1].options["rank"] == 64 and variants[1].options["init"] == "mean-pool"
 
 

@@ -16,11 +16,8 @@ from efficient_attn.theory.kernel import ERRORS, log_orthogonal_error
 
 DRAWS, DIRECTIONS, DIM, ROTATIONS = 20_000, 4, 8, 4000
 # For |x + y|² ≤ 1 the moments of the estimate are small enough to be measured by sampling.
-PAIRS = {
-    "aligned": ([0.4] + [0] * 7, [0.5] + [0] * 7),
-    "opposed": ([0.9] + [0] * 7, [-0.8] + [0] * 7),
-    "oblique": ([0.3] * 8, [0.2, -0.3] * 4),
-}
+PAIRS = {"aligned": ([0.4] + [0] * 7, [0.5] + [0] * 7), "opposed": ([0.9] + [0] * 7, [-0.8] + [0] * 7)}
+PAIRS["oblique"] = [0.3] * 8, [0.2, -0.3] * 4
 
 
 def estimates(kind, draw, vectors):

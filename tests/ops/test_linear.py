@@ -36,6 +36,8 @@ from efficient_attn.ops.softmax import cpu_flash
 EXPONENTIAL = ("performer-positive", "performer-hyperbolic")
 PERFORMERS = (*EXPONENTIAL, "performer-trig")
 CAUSAL = pytest.mark.parametrize("causal", [False, True])
+SLOW = pytest.mark.slow
+SHORT = {"long keys last": slice(107), "long keys first": slice(107, None), "interleaved": slice(1, None, 2)}
 
 
 def performer(name, *, head_dim=8, causal=False, num_features=32, **options):
@@ -81,10 +83,10 @@ def every_path(names):
     return pytest.mark.parametrize(("kernel", "name", "causal"), cases, ids=ids, indirect=["kernel"])
 
 
-@pytest.mark.parametrize(
-    ("chunk", "weak"),
-    [(8, False), (8, True), *(pytest.param(n, False, marks=pytest.mark.slow) for n in (1, 64))],
-)
+CHUNKS = [(8, False), (8, True), *(pytest.param(n, False, marks=SLOW) for n in (1, 64))]
+
+
+@pytest.mark.parametrize(("chunk", "weak"), CHUNKS)
 @pytest.mark.parametrize("masked", [False, True])
 @every_path([*PERFORMERS, "linear-relu", "linear-elu"])
 def test_every_chunk_size_gives_the_outputs_and_gradients_of_the_definition(
@@ -113,16 +115,12 @@ def test_every_chunk_size_gives_the_outputs_and_gradients_of_the_definition(
     assert_near(actual, expected, 1e-10)
 
 
-@pytest.mark.parametrize(
-    "short",
-    [slice(107), slice(107, None), slice(1, None, 2)],
-    ids=["long keys last", "long keys first", "interleaved"],
-)
+@pytest.mark.parametrize("short", SHORT)
 @every_path(PERFORMERS)
 def test_float32_keeps_to_the_formula_at_large_norms_in_every_order(name, causal, short, kernel):
     norm = 20
     q, k, v = random_qkv(1, 1, 1, 200, 200, head_dim=16)
-    k[..., short, :] /= 20
+    k[..., SHORT[short], :] /= 20
     q, k, v = (q * norm).float(), (k * norm).float(), v.float()
     backend = performer(name, head_dim=16, causal=causal, num_features=64)
     out = backend(q, k, v)
@@ -169,10 +167,7 @@ def test_rows_with_a_negative_denominator_are_neither_hidden_nor_clamped(path, m
 
 @CAUSAL
 @pytest.mark.parametrize("path", ["", "torch"])
-@pytest.mark.parametrize(
-    "name",
-    ["performer-positive", *(pytest.param(x, marks=pytest.mark.slow) for x in PERFORMERS[1:])],
-)
+@pytest.mark.parametrize("name", [PERFORMERS[0], *(pytest.param(x, marks=SLOW) for x in PERFORMERS[1:])])
 def test_training_keeps_no_features(name, path, causal, monkeypatch):
     monkeypatch.setenv(VARIABLE, path)
     # Other devices hold few features at a time.

@@ -18,11 +18,8 @@ from efficient_attn.ops.linear.causal import causal_linear_attention
 from efficient_attn.ops.paths import VARIABLE
 
 FEW = ("linear-elu", "linear-taylor-2", "performer-full", "performer-positive", "performer-trig")
-LINEAR = [
-    pytest.param(name, marks=() if name in FEW else pytest.mark.slow)
-    for name in ea.list_backends()
-    if name.startswith(("linear-", "performer-"))
-]
+NAMES = [name for name in ea.list_backends() if name.startswith(("linear-", "performer-"))]
+LINEAR = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in NAMES]
 
 
 def built(name, scale=None, *, head_dim=4, causal=True):

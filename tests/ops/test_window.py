@@ -36,11 +36,10 @@ def built(window, **options):
 
 SLOW = pytest.mark.slow
 WAYS = [("cpu", True), ("few large steps", True), ("many small steps", True)]
+WAYS += [pytest.param("cpu", False, marks=SLOW)]
 
 
-@pytest.mark.parametrize(
-    ("path", "fused"), [*WAYS, pytest.param("cpu", False, marks=SLOW)], indirect=["path"]
-)
+@pytest.mark.parametrize(("path", "fused"), WAYS, indirect=["path"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", ["none", "holes", *(pytest.param(x, marks=SLOW) for x in ("left", "all"))])
 @pytest.mark.parametrize(("tokens", "window", "first"), SIZES)

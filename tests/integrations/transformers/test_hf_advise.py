@@ -79,11 +79,8 @@ def test_lengths_that_model_or_texts_lack_are_named(encoder):
 def test_a_plan_keeps_the_random_features_that_its_layers_had_alone(encoder):
     options = {"performer-positive": {"seed": [7]}}
     results = advise(encoder, min_cosine=0.0, backends=list(options), options=options)
-    distances = {
-        (record.case.label, record.case.inputs): record.mean_pool_distance
-        for record in swaps(results)
-        if record.case.layer is None
-    }
+    whole = [record for record in swaps(results) if record.case.layer is None]
+    distances = {(record.case.label, record.case.inputs): record.mean_pool_distance for record in whole}
     (inputs,) = {inputs for _, inputs in distances if not inputs.endswith("held out")}
     label = "performer-positive(seed=7)"
     assert plans(results)["plan 1"] == json.dumps(dict.fromkeys(map(str, range(3)), label))

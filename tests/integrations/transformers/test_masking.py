@@ -55,13 +55,9 @@ def test_prepared_masks_of_steps_fit_a_causal_layer_with_growing_and_with_fixed_
 
 def test_without_a_mask_the_call_says_whether_it_is_causal_and_then_the_layer():
     q, k, v = torch.randn(3, 1, 2, 6, 8)
-    bidirectional = {"is_causal": False}
-    for of_call, of_layer, causal in (
-        (None, {}, True),
-        (None, bidirectional, False),
-        (True, bidirectional, True),
-        (False, {}, False),
-    ):
+    full = {"is_causal": False}
+    cases = ((None, {}, True), (None, full, False), (True, full, True), (False, {}, False))
+    for of_call, of_layer, causal in cases:
         layer = torch.nn.Identity()
         vars(layer).update(of_layer)
         pattern = CAUSAL if causal else FULL
