@@ -134,40 +134,33 @@ def _read_chunk(
     queries = kernel.query_exponents(kernel.inputs.flatten_heads(kernel.inputs.q, part))
     if isinstance(state, Unshifted):
         if moderate(queries, keys, v):
-            sums, values = read_unshifted(kernel, positions, state, queries.exp2_(), keys, v)
-            return sums, values, sums.log(), state
+            key_features = kernel.fill_masked_(keys.exp2_(), positions, 0.0)
+            sums, out = _read(queries.exp2_(), key_features, v, state)
+            return sums, out, sums.log(), state
         state = shifted(state)
-    keys = kernel.fill_masked_(keys, positions, -torch.inf)
-    if seen is not None:
-        shape = *kernel.inputs.k.shape[:2], kernel.inputs.group
-        seen = seen.expand(*shape, -1, -1).flatten(2, 3).flatten(0, 1)
-    return _read_shifted(kernel, part, positions, state, (queries, keys, v), seen)
-
-
-def _read_shifted(
-    kernel: ExpKernel,
-    part: slice,
-    positions: slice,
-    state: Shifted,
-    chunk: tuple[Tensor, Tensor, Tensor],
-    seen: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Shifted]:
-    """Denominators, numerators and log denominators of a chunk's rows, and the state after it."""
-    queries, keys, v = chunk
-    key_features, here = rescaled(state, keys)
+    key_features, here = rescaled(state, kernel.fill_masked_(keys, positions, -torch.inf))
     queries.add_(finite(here.reference))
     top = queries.amax(dim=-1, keepdim=True)
-    weights = power(queries.sub_(top))
-    scores = triangle_(torch.bmm(weights, key_features.mT))
-    sums = scores.sum(dim=-1, keepdim=True).baddbmm_(weights, here.ones)
-    out = torch.bmm(scores, v).baddbmm_(weights, here.values)
-    add(here, key_features, v)
+    sums, out = _read(power(queries.sub_(top)), key_features, v, here)
     weak = sums < TINY[sums.dtype]
     if seen is not None:
-        weak &= seen
+        shape = *kernel.inputs.k.shape[:2], kernel.inputs.group
+        weak &= seen.expand(*shape, -1, -1).flatten(2, 3).flatten(0, 1)
     if bool(weak.any()):
         _repair(kernel, part, positions, state, weak.squeeze(-1).nonzero(), (out, sums, top))
     return sums, out, top.add_(sums.log2()).div_(LOG2_E), here
+
+
+def _read(
+    weights: Tensor, key_features: Tensor, v: Tensor, state: Shifted | Unshifted
+) -> tuple[Tensor, Tensor]:
+    """Denominators and numerators of a chunk's rows; the chunk's keys are added to the state in place."""
+    # The state's feature sums precede the chunk's keys, so that one product reads both.
+    scores = torch.bmm(weights, torch.cat([state.ones.mT, key_features], dim=1).mT)
+    scores.unflatten(1, (-1, v.shape[1])).tril_(1)
+    out = torch.bmm(scores[..., 1:], v).baddbmm_(weights, state.values)
+    add(state, key_features, v)
+    return scores.sum(dim=-1, keepdim=True), out
 
 
 def _repair(
@@ -212,27 +205,6 @@ def moderate(queries: Tensor, keys: Tensor, v: Tensor) -> bool:
     low, high = torch.aminmax(v)
     largest = max(-low.item(), high.item())
     return largest == 0 or 1 / _VALUES <= largest <= _VALUES
-
-
-def read_unshifted(
-    kernel: ExpKernel, positions: slice, state: Unshifted, weights: Tensor, keys: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Denominators and numerators of a chunk's rows. Adds the chunk's keys to the state in place.
-
-    Args:
-        weights: Features of the query rows, [flat_heads group·tokens features].
-        keys: Exponents of the chunk's keys, [flat_heads tokens features].
-    """
-    flat_heads, length, features = keys.shape
-    # The state's feature sums precede the chunk's keys, so that one product reads both.
-    read = kernel.scratch("sums and keys", keys, (flat_heads, 1 + length, features))
-    read[:, :1] = state.ones.mT
-    key_features = kernel.fill_masked_(torch.exp2(keys, out=read[:, 1:]), positions, 0.0)
-    scores = torch.bmm(weights, read.mT)
-    scores.unflatten(1, (-1, length)).tril_(1)
-    out = torch.bmm(scores[..., 1:], v).baddbmm_(weights, state.values)
-    add(state, key_features, v)
-    return scores.sum(dim=-1, keepdim=True), out
 
 
 def shifted(state: Unshifted) -> Shifted:
