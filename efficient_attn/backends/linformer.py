@@ -72,14 +72,11 @@ def _initial(options: LinformerOptions, max_tokens: int, heads: int | None, *, s
         # Variance 1/rank, as in the paper's proofs (Wang et al. 2020, theorem 1).
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(*shape, generator=generator, dtype=torch.float64).float() / options.rank**0.5
-    return mean_pool(options.rank, max_tokens).expand(shape).clone(memory_format=torch.contiguous_format)
-
-
-def mean_pool(rank: int, max_tokens: int) -> Tensor:
-    """Matrix whose row r averages the positions j with ⌊j · rank / max_tokens⌋ = r, [rank max_tokens]."""
-    row = torch.arange(max_tokens) * rank // max_tokens
-    members = nn.functional.one_hot(row, rank).mT.float()
-    return members / members.sum(dim=-1, keepdim=True)
+    # Row r averages the positions j with ⌊j · rank / max_tokens⌋ = r.
+    row = torch.arange(max_tokens) * options.rank // max_tokens
+    members = nn.functional.one_hot(row, options.rank).mT.float()
+    means = members / members.sum(dim=-1, keepdim=True)
+    return means.expand(shape).clone(memory_format=torch.contiguous_format)
 
 
 def operations(

@@ -111,6 +111,11 @@ def aligned(at: Tensor, tokens: int, key_mask: Tensor | None) -> Tensor:
     return (at[None] - shift) % tokens
 
 
+def bias_of(visible: Tensor, like: Tensor) -> Tensor:
+    """Score bias of keys in the dtype of `like`: 0 where visible."""
+    return torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, MASKED)
+
+
 def biased_rows(x: Tensor, column: Tensor, width: int) -> Tensor:
     """`x` [… dim] with an extra column [… 1] and zero columns up to the width."""
     return padded_rows(torch.cat([x, column.expand(*x.shape[:-1], 1)], dim=-1), width)

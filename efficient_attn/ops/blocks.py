@@ -18,6 +18,7 @@ from efficient_attn.ops.alignment import (
     aligned,
     alignment,
     alike,
+    bias_of,
     biased_rows,
     padded_rows,
 )
@@ -264,15 +265,10 @@ def _numbers(queries: range, real: Tensor, pattern: Pattern, sums: Sums | None) 
 def _read_all(inputs: Alignment, q: Tensor) -> Tensor:
     """Outputs of queries that read all keys."""
     width = max(inputs.k.shape[3], inputs.v.shape[3]) + 1
-    k = biased_rows(inputs.k, _bias(inputs)[..., None], width)
+    k = biased_rows(inputs.k, bias_of(inputs.real[:, None, :, None], inputs.k), width)
     rows = biased_rows(q.unflatten(1, (k.shape[1], -1)).flatten(2, 3), q.new_ones(()), width)
     out = biased_softmax(rows, k, padded_rows(inputs.v, width), None)
     return out[..., : inputs.v.shape[3]].unflatten(2, (-1, q.shape[2])).flatten(1, 2)
-
-
-def _bias(inputs: Alignment) -> Tensor:
-    """Score bias of each key, [batch 1 tokens]."""
-    return torch.zeros_like(inputs.real, dtype=inputs.k.dtype).masked_fill(~inputs.real, MASKED)[:, None]
 
 
 def _read(inputs: Alignment, q: Tensor, start: int, pattern: Pattern, sums: Sums | None) -> Tensor:
@@ -323,7 +319,7 @@ def _by_blocks(inputs: Alignment, read: Tensor, size: int, width: int) -> tuple[
     (batch, kv_heads, tokens, _), heads = inputs.k.shape, read.shape[1]
     total = -(-tokens // size)
     room = (total + 1) * size - tokens
-    bias = F.pad(_bias(inputs), (0, room), value=MASKED)[..., None]
+    bias = bias_of(F.pad(inputs.real, (0, room))[:, None, :, None], inputs.k)
     k = biased_rows(F.pad(inputs.k, (0, 0, 0, room)), bias, width)
     v = padded_rows(F.pad(inputs.v, (0, 0, 0, room)), width)
     by_blocks = [x.unflatten(2, (total + 1, size)).flatten(3).flatten(0, 2) for x in (k, v)]
@@ -342,8 +338,7 @@ def _read_block(inputs: Alignment, q: Tensor, read: Tensor, later: Tensor | None
     (batch, kv_heads, tokens, _), heads = inputs.k.shape, read.shape[1]
     places = (read[:, :, 0, :, None] * size + torch.arange(size, device=q.device)).flatten(2)
     inside = places.clamp_max(tokens - 1)
-    hidden = ~inputs.real[:, None].expand(-1, heads, -1).gather(2, inside)
-    bias = torch.zeros_like(places, dtype=q.dtype).masked_fill(hidden, MASKED)
+    bias = bias_of(inputs.real[:, None].expand(-1, heads, -1).gather(2, inside), q)
     bias = bias.masked_fill(places >= tokens, 2 * MASKED).flatten(0, 1)[:, None, None]
     group = q.shape[1] // heads
     if later is not None:

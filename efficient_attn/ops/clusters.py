@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.alignment import MASKED, after, aligned, alignment, biased_rows, padded_rows
+from efficient_attn.ops.alignment import MASKED, after, aligned, alignment, bias_of, biased_rows, padded_rows
 from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
 from efficient_attn.shapes import KeyMask, Keys, Queries, Values
@@ -301,7 +301,7 @@ def read_slices(
     blocks, width = -(-tokens // block), max(k.shape[3], value_dim) + 1
     rows = biased_rows(F.pad(q, (0, 0, 0, blocks * block - tokens)), q.new_ones(()), width)
     near_real = _stretch(real[:, None, :, None], begin, blocks, block)
-    near_k = biased_rows(_stretch(k, begin, blocks, block), _bias(near_real, k), width)
+    near_k = biased_rows(_stretch(k, begin, blocks, block), bias_of(near_real, k), width)
     near_v = padded_rows(_stretch(v, begin, blocks, block), width)
     # [batch heads blocks tokens width]
     near = (x.unfold(2, block + block // 2 * 2, block).mT for x in (near_k, near_v))
@@ -327,8 +327,3 @@ def _stretch(x: Tensor, begin: int, blocks: int, block: int) -> Tensor:
     """Tokens from the first to the last slice of some blocks, with zeros outside the sequence."""
     low, high = begin * block - block // 2, (begin + blocks) * block + block // 2
     return F.pad(x[:, :, max(low, 0) : high], (0, 0, max(-low, 0), max(high - x.shape[2], 0)))
-
-
-def _bias(visible: Tensor, like: Tensor) -> Tensor:
-    """0 where visible, else the bias of a masked key."""
-    return torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, MASKED)

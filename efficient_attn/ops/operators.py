@@ -25,11 +25,13 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
     `torch.library.custom_op` imports the compiler at the first call in a process, which takes seconds.
     """
 
+    disabled = cache(torch.compiler.disable)
+
     def register(function: Callable[..., Any]) -> Any:
         @wraps(function)
         def uncompiled(*args: Any) -> Any:
             # Without an import of the compiler nothing can be compiling.
-            return (_disabled(function) if "torch._dynamo" in sys.modules else function)(*args)
+            return (disabled(function) if "torch._dynamo" in sys.modules else function)(*args)
 
         FUNCTIONS[name] = function
         path = f"efficient_attn::{name}"
@@ -38,12 +40,6 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
         return getattr(torch.ops.efficient_attn, name).default
 
     return register
-
-
-@cache
-def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which the compiler leaves alone."""
-    return torch.compiler.disable(function)
 
 
 def check_one_device(**inputs: Any) -> None:

@@ -19,7 +19,7 @@ VARIABLE = "EFFICIENT_ATTN_KERNELS"
 HELD = 2**25
 # Types of devices whose products of half precision are neither faster nor summed in float32.
 UPCAST = {"cpu"}
-# Dtypes for which FlexAttention compiles.
+# Dtypes for which FlexAttention compiles, but for those of a failed compilation in this process.
 FLEX_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 # Sets of all active observations, for kernels in any thread.
 _OBSERVED: list[set[str]] = []
@@ -79,11 +79,6 @@ def note_kernel(name: str) -> None:
     """Record the name of a fused kernel that serves a call."""
     for names in _OBSERVED:
         names.add(name)
-
-
-def forgo_flex(dtype: torch.dtype) -> None:
-    """Stop using FlexAttention of this dtype in this process."""
-    FLEX_DTYPES.discard(dtype)
 
 
 def step_capacity(numbers: int) -> int:

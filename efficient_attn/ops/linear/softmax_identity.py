@@ -85,10 +85,13 @@ def mean_values_of_parts(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
         bias = bias.masked_fill_(~inputs.key_mask[:, None, :, None], -torch.inf)
     tensors = _split(k, parts), _split(v, parts), _split(bias, parts, -torch.inf).mT
     outputs = flex.flex_rows(_directions(inputs, batch * parts), *tensors, math.sqrt(abs(inputs.scale)))
-    means, log_sums = _joined_parts(*(upcast(x).unflatten(0, (batch, parts)) for x in outputs))
+    # [batch parts …]
+    means, log_sums = (upcast(x).unflatten(0, (batch, parts)) for x in outputs)
+    joint = log_sums.logsumexp(dim=1)
+    means = ((log_sums - joint.unsqueeze(1)).exp_().unsqueeze(-1) * means).sum(dim=1)
     if inputs.key_mask is not None:
-        log_sums = log_sums.masked_fill_(~inputs.key_mask.any(dim=-1)[:, None, None], -torch.inf)
-    return means, log_sums
+        joint = joint.masked_fill_(~inputs.key_mask.any(dim=-1)[:, None, None], -torch.inf)
+    return means, joint
 
 
 def read_fused(inputs: LinearInputs, means: Tensor, log_sums: Tensor) -> Outputs:
@@ -108,13 +111,6 @@ def _split(x: Tensor, parts: int, padding: float = 0.0) -> Tensor:
     if missing := parts * size - x.shape[2]:
         x = F.pad(x, (0, 0, 0, missing), value=padding)
     return x.unflatten(2, (parts, size)).transpose(1, 2).flatten(0, 1)
-
-
-def _joined_parts(means: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Means over the keys of all parts [batch parts …], and their joint log-sum-exps."""
-    joint = log_sums.logsumexp(dim=1)
-    shares = (log_sums - joint.unsqueeze(1)).exp_().unsqueeze(-1)
-    return (shares * means).sum(dim=1), joint
 
 
 def _directions(inputs: LinearInputs, batch: int) -> Tensor:

@@ -154,7 +154,7 @@ def compiled(
             ):
                 return kernel(*inputs)
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
-            paths.forgo_flex(dtype)
+            paths.FLEX_DTYPES.discard(dtype)
             raise _not_compiled(dtype, str(error)) from error
 
     return call
