@@ -36,17 +36,13 @@ class ByHeadOptions:
                 "heads maps key heads to backends, such as {'0,2': ('window', {'window': 513})}, "
                 f"not {self.heads!r}."
             )
-        groups = {_text(_numbers(key)): _entry(value) for key, value in self.heads.items()}
+        groups = {",".join(map(str, _numbers(key))): _entry(value) for key, value in self.heads.items()}
         numbers = [number for key in groups for number in _numbers(key)]
         if len(groups) < len(self.heads) or len({*numbers}) < len(numbers):
             raise OptionError(f"heads={self.heads!r}: a key head is named twice.")
         # A plan in a file holds the options as JSON.
         object.__setattr__(self, "heads", groups)
         object.__setattr__(self, "rest", _entry(self.rest))
-
-
-def _text(numbers: list[int]) -> str:
-    return ",".join(map(str, numbers))
 
 
 def _entry(value: Any) -> dict[str, Any]:

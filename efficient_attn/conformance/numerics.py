@@ -333,20 +333,14 @@ def _cases(dtype: str) -> tuple[CheckCase, ...]:
     cases=_cases("float32"),
 )
 def float32_is_float32_throughout(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    inputs = subject.inputs(case)
-    wide = subject.build(case).double()
-    expected = run(wide, inputs.double())
-    bound = _moved(wide, inputs.double(), BETWEEN["float32"])
-    yield close("Against float64", run(subject.build(case), inputs), expected, bound)
-
-
-@torch.no_grad()
-def _moved(backend: Backend, inputs: Inputs, share: float) -> Tensor:
-    """Change of every output under relative errors `share` of the inputs and of the sums."""
-    expected, change = run(backend, inputs), magnified(share, backend, inputs)
-    for seed in range(DRAWS):
-        change = torch.maximum(change, (run(backend, noisy(inputs, share, seed)) - expected).abs().amax())
-    return 2 * change
+    inputs, wide, share = subject.inputs(case), subject.build(case).double(), BETWEEN["float32"]
+    with torch.no_grad():
+        # Change of every output that relative errors of this share in the inputs and in the sums cause.
+        expected, change = run(wide, inputs.double()), magnified(share, wide, inputs.double())
+        for seed in range(DRAWS):
+            moved = run(wide, noisy(inputs.double(), share, seed))
+            change = torch.maximum(change, (moved - expected).abs().amax())
+    yield close("Against float64", run(subject.build(case), inputs), expected, 2 * change)
 
 
 def noisy(inputs: Inputs, share: float, seed: int) -> Inputs:

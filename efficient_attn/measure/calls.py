@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from efficient_attn.backend import calibrate
 from efficient_attn.backends import build, resolve
@@ -97,7 +97,8 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
             raise UnsupportedError(f"{spec.name!r} keeps no state from which a token could be decoded.")
         call = checked = _decoding(module, tensors)
     else:
-        call = (_backward if case.backward else _forward)(module, inputs=tensors, gradient=gradient)
+        forward = torch.no_grad()(partial(module, *tensors))
+        call = _backward(module, tensors, gradient) if case.backward else forward
         checked = partial(_checked, module, call, case)
     values = Values(case, module, call, tensors, sources)
     return Prepared(module, call, checked, values, tuple(tensors), streams, calibrated_on)
@@ -136,15 +137,8 @@ _VALUES = BackendSpec(
 )
 
 
-class _Mean(nn.Module):
-    """Uniform attention: the mean of the visible values for every query."""
-
-    def __init__(self, *, causal: bool) -> None:
-        super().__init__()
-        self._causal = causal
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return mean_of_values(q, v, causal=self._causal, key_mask=key_mask).contiguous()
+def _mean(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
+    return mean_of_values(q, v, causal=causal, key_mask=key_mask).contiguous()
 
 
 MEAN = BackendSpec(
@@ -152,16 +146,12 @@ MEAN = BackendSpec(
     summary="Uniform attention: the mean of the visible values for every query.",
     options_type=NoOptions,
     capabilities=Capabilities(causal=True, streaming=False),
-    builder=lambda problem, options: _Mean(causal=problem.causal),
+    builder=lambda problem, options: AdaptedAttention(_mean, problem),
     operations=lambda problem, options, tokens, value_dim: OperationCounts((MatMul(tokens * value_dim),)),
 )
 
 # Baselines that are measured with the backends.
 BASELINES = {CEILING: _VALUES, UNIFORM_ATTENTION: MEAN}
-
-
-def _forward(module: Any, inputs: list[Tensor], gradient: Tensor) -> Call:
-    return torch.no_grad()(partial(module, *inputs))
 
 
 def _backward(module: Any, inputs: list[Tensor], gradient: Tensor) -> Call:

@@ -233,22 +233,20 @@ def thinned(record: Record) -> Record:
     if max(sizes, default=0) <= _QUANTILES:
         return record
     rounds = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
-    samples = {
-        name: tuple(x for start, stop in rounds for x in _quantiles(times_s[start:stop])) or None
-        for name in ("times_s", "device_times_s")
-        for times_s in [getattr(record, name) or ()]
-    }
+    samples: dict[str, Any] = {}
+    for name in ("times_s", "device_times_s"):
+        thin: list[float] = []
+        for start, stop in rounds:
+            times_s = (getattr(record, name) or ())[start:stop]
+            if len(times_s) > _QUANTILES:
+                inner = quantiles(times_s, n=_QUANTILES - 1, method="inclusive")
+                times_s = [min(times_s), *inner, max(times_s)]
+            thin += times_s
+        samples[name] = tuple(thin) or None
     note = f"at most {_QUANTILES} quantiles of the {sum(sizes)} calls of a row stand for each round"
     reason = "; ".join(filter(None, [record.reason, note]))
     sizes = tuple(min(size, _QUANTILES) for size in sizes)
     return replace(record, reason=reason, round_sizes=sizes, **samples)
-
-
-def _quantiles(times_s: Sequence[float]) -> Sequence[float]:
-    if len(times_s) <= _QUANTILES:
-        return times_s
-    inner = quantiles(times_s, n=_QUANTILES - 1, method="inclusive")
-    return [min(times_s), *inner, max(times_s)]
 
 
 def append(path: str | Path, record: Record) -> Record:

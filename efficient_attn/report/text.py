@@ -108,13 +108,11 @@ def compared(ratio: Typical) -> str:
 def mark_notes(rows: Iterable[Sequence[str]]) -> tuple[str, ...]:
     """A line on the marks of cells, where there are any."""
     cells = [brief(cell) for row in rows for cell in row[1:]]
-    notes = [
-        *([f"{PREDICTED}: predicted or extrapolated."] * any(cell.startswith(PREDICTED) for cell in cells)),
-        *(
-            [f"{UNDECIDED}: undecided, interval too wide or unknown."]
-            * any(cell.endswith(UNDECIDED) for cell in cells)
-        ),
-    ]
+    notes = []
+    if any(cell.startswith(PREDICTED) for cell in cells):
+        notes.append(f"{PREDICTED}: predicted or extrapolated.")
+    if any(cell.endswith(UNDECIDED) for cell in cells):
+        notes.append(f"{UNDECIDED}: undecided, interval too wide or unknown.")
     return (" ".join(notes),) if notes else ()
 
 

@@ -31,7 +31,10 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
     timed = [
         record
         for record in records
-        if record.case.kind == "time" and record.status == "ok" and _samples(record)
+        if record.case.kind == "time"
+        and record.status == "ok"
+        # Times that were not finite are null in a file.
+        and any(time_s is not None and time_s > 0 for time_s in record.times_s or ())
     ]
     if not timed:
         return []
@@ -55,11 +58,6 @@ def background_load(environment: Mapping[str, Any] | None) -> float:
     listed = (environment or {}).get(DURING)
     runs = [run for run in listed if isinstance(run, Mapping)] if isinstance(listed, list) else []
     return max((_number(run, "others_share") for run in runs), default=0.0)
-
-
-def _samples(record: Record) -> tuple[float, ...]:
-    # Times that were not finite are null in a file.
-    return tuple(time_s for time_s in record.times_s or () if time_s is not None and time_s > 0)
 
 
 def _number(run: Mapping[str, Any], name: str) -> float:

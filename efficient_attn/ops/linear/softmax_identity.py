@@ -161,18 +161,13 @@ def _mean_values(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
             logarithm = logarithm.masked_fill(~real.any(dim=-1, keepdim=True), -torch.inf)
         if means is None or log_sums is None:
             means, log_sums = part_means, logarithm
-        else:
-            means, log_sums = _join(means, log_sums, part_means, logarithm)
+            continue
+        # Means over the keys of both chunks, and their joint log-sum-exps.
+        both = torch.logaddexp(log_sums, logarithm)
+        share, part_share = ((x - finite(both)).exp().unsqueeze(-1) for x in (log_sums, logarithm))
+        means, log_sums = share * means + part_share * part_means, both
     assert means is not None and log_sums is not None
     return means, log_sums
-
-
-def _join(means: Tensor, log_sums: Tensor, others: Tensor, logarithms: Tensor) -> tuple[Tensor, Tensor]:
-    """Means over the keys of both chunks, and their joint log-sum-exps."""
-    both = torch.logaddexp(log_sums, logarithms)
-    reference = finite(both)
-    share, other_share = ((x - reference).exp().unsqueeze(-1) for x in (log_sums, logarithms))
-    return share * means + other_share * others, both
 
 
 def _read(inputs: LinearInputs, means: Tensor, log_sums: Tensor) -> Outputs:

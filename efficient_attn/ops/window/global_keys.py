@@ -75,11 +75,6 @@ def first_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, count: int) -> Age
     number = torch.arange(count, device=k.device).expand(batch, count)
     if key_mask is None:
         return AgedKeys(k[:, :, :count], v[:, :, :count], tokens - number, number)
-    return _chosen(k, v, key_mask, number)
-
-
-def _chosen(k: Tensor, v: Tensor, key_mask: Tensor, number: Tensor) -> AgedKeys:
-    """The real keys with these numbers [batch count], counted from the first real key on."""
     at = (key_mask.cumsum(dim=-1)[:, None] <= number[..., None]).sum(dim=-1)
     age = torch.where(at < k.shape[2], k.shape[2] - at, ABSENT)
     # An absent key is represented by the last token, which no row reads as a global key.
