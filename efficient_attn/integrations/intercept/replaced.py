@@ -51,8 +51,8 @@ class ReplacedSites:
     left: dict[str, str]
     backends: dict[str, Backend] = field(repr=False)
     remarks: dict[str, str]
-    _owners: dict[str, nn.Module] = field(repr=False)
-    _restore: list[Callable[[], None]] = field(repr=False)
+    _owners: dict[str, nn.Module] = field(default_factory=dict, repr=False)
+    _restore: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     @property
     def calls(self) -> dict[str, dict[str, int]]:
@@ -127,8 +127,6 @@ def replace(
         left={str(site): why for site, why in search.reasons.items() if why is not None},
         backends={str(site): backend for site, backend in search.built.items()},
         remarks={str(site): text for site in search.built if (text := search.remark(site))},
-        _owners={},
-        _restore=[],
     )
     for name in dict.fromkeys(site.module for site in search.built):
         backends = {str(site.number): x for site, x in search.built.items() if site.module == name}
