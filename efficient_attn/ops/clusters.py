@@ -179,10 +179,6 @@ class Members(NamedTuple):
         sums.index_add_(0, place.flatten(), self.rows.flatten(0, 2))
         return sums.view(*heads, cells, clusters, -1)
 
-    def part(self, begin: int, end: int) -> "Members":
-        """The tokens from `begin` up to `end`."""
-        return Members(self.rows[:, :, begin:end], self.chosen[:, :, begin:end], self.top)
-
 
 def weighted_keys(
     k: Tensor, v: Tensor, real: Tensor, chosen: Tensor, queries: QueryMoments, clusters: int

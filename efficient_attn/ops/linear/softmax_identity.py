@@ -230,10 +230,8 @@ def two_softmaxes_gradients(
     for part in chunks(inputs, inputs.q.shape[-2]):
         g = inputs.flatten_heads(grad_out, part)
         delta = (g * inputs.flatten_heads(out, part)).sum(dim=-1, keepdim=True)
-        rows, offset = (
-            inputs.flatten_heads(inputs.q, part),
-            inputs.flatten_heads(logarithm, part).mul(-LOG2_E),
-        )
+        rows = inputs.flatten_heads(inputs.q, part)
+        offset = inputs.flatten_heads(logarithm, part).mul(-LOG2_E)
         p = power(kernel.query_exponents(rows, offset).add_(sums))
         grad = torch.baddbmm(delta, g, means.mT, beta=-1, out=kernel.buffer("gradients", rows)).mul_(p)
         grad_q[..., part, :] = inputs.unflatten_heads(kernel.query_gradient(grad))
