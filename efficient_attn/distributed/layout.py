@@ -62,12 +62,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(mesh: DeviceMesh, kind: str) -> Layout:
-    """The layout over the ranks of a mesh.
-
-    Raises:
-        ShapeError: If the mesh has several dimensions.
-        UnknownNameError: If there is no such kind.
-    """
+    """The layout over the ranks of a mesh."""
     one_of("layout", kind, KINDS)
     if mesh.ndim != 1:
         raise ShapeError(

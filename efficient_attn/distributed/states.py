@@ -45,11 +45,7 @@ def prefill_states(
 def attend_sums(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
 ) -> Tensor:
-    """Linformer, by a core with `mix_keys` and `mix_values`.
-
-    Raises:
-        ShapeError: If the projections are shorter than the whole sequence.
-    """
+    """Linformer, by a core with `mix_keys` and `mix_values`."""
     core, tokens = backend.core, k.shape[-2] * layout.ranks
     if tokens > core.mix_keys.shape[-1]:
         raise ShapeError(

@@ -99,9 +99,6 @@ class Capturing(SiteMode):
 
         Args:
             sites: Numbers and names of the sites to keep; None: all, in the order of calls.
-
-        Raises:
-            DataError: If no call was captured, or the sites have different scales.
         """
         names = {str(site): site for site in self.sites}
         numbered = dict(enumerate(names)) if sites is None else sites

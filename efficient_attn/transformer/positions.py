@@ -62,11 +62,7 @@ class LearnedPositions(nn.Module):
         nn.init.normal_(self.table, std=_LEARNED_STD)
 
     def forward(self, x: Tensor, start: int) -> Tensor:
-        """x [batch tokens model_dim], whose first token has position `start`.
-
-        Raises:
-            ShapeError: If the sequence is longer than the table.
-        """
+        """x [batch tokens model_dim], whose first token has position `start`."""
         end = start + x.shape[-2]
         if end > len(self.table):
             raise ShapeError(

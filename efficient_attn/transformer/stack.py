@@ -319,12 +319,7 @@ def resolve_pairs(
 def each_layer(
     stacks: tuple[type[nn.Module], ...], backend: Any, options: Mapping[str, Any], num_layers: int
 ) -> list[tuple[BackendSpec, dict[str, Any]]]:
-    """Spec and options of each layer: of one backend, or of a list that the layers repeat.
-
-    Raises:
-        OptionError: If the list does not divide the layers.
-        UnknownNameError: If the stack has no such argument.
-    """
+    """Spec and options of each layer: of one backend, or of a list that the layers repeat."""
     pairs = resolve_pairs(backend, options, *stacks)
     if not pairs or num_layers % len(pairs):
         raise OptionError(

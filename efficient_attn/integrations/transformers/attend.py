@@ -147,9 +147,6 @@ def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) 
 
     Args:
         causal: Whether the layer is causal, which a prepared mask of one query does not show.
-
-    Raises:
-        UnsupportedError: If the mask is no tensor.
     """
     if mask is None:
         return None
@@ -253,11 +250,7 @@ def backend_attention(
     is_causal: bool | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of attached models: the output [batch tokens heads value_dim], and no weights.
-
-    Raises:
-        UnsupportedError: If no backend is attached, or it does not support an argument.
-    """
+    """Attention function of attached models: the output [batch tokens heads value_dim], and no weights."""
     if sharding.hook is not None:
         raise UnsupportedError(
             f"{type(module).__name__} is of transformers, whose positions and masks are of the tokens of "

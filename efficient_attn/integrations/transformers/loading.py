@@ -82,11 +82,7 @@ def open_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu
 
 
 def token_ids(opened: Opened, text: str, *, most: int) -> Tensor:
-    """First `most` tokens of a text, [1 tokens].
-
-    Raises:
-        DataError: If the tokenizer fails on the text, or belongs to another model.
-    """
+    """First `most` tokens of a text, [1 tokens]."""
     with data_errors("The tokenizer cannot read this text"):
         ids = opened.tokenizer(text, truncation=True, max_length=most, return_tensors="pt")[
             "input_ids"

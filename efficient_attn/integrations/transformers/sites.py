@@ -72,11 +72,7 @@ def _outermost_models(module: nn.Module) -> list[PreTrainedModel]:
 
 
 def find_sites(model: nn.Module) -> list[AttentionSite]:
-    """All modules whose attention goes through transformers' attention interface.
-
-    Raises:
-        UnsupportedError: If there is no such module, or no backend supports one of them.
-    """
+    """All modules whose attention goes through transformers' attention interface."""
     sites = [_site(path, module) for path, module in _calling(model)]
     if not sites:
         kinds = ", ".join(dict.fromkeys(ignored(model).values()))

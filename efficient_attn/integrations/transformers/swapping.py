@@ -72,11 +72,7 @@ class AttentionSites(NamedTuple):
 
 
 def sites_of(model: Any) -> AttentionSites:
-    """The attention modules of an encoder or a decoder.
-
-    Raises:
-        UnsupportedError: If the model is an encoder-decoder, or its attention cannot be replaced.
-    """
+    """The attention modules of an encoder or a decoder."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError(
             f"{type(model).__name__} is an encoder-decoder; only encoders and decoders are measured. "
