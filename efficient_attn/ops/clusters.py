@@ -239,7 +239,8 @@ def beyond_slices(members: Members, block: int, *, group: int, begin: int, end: 
     for number in range(groups):
         low, high = (max((begin + index * group) * block - side, 0) for index in (number, number + 1))
         # The sums of the last two cells already exist.
-        parts = members.part(low, high).sums(cell[low:high] - number * group, group + 2)
+        part = Members(members.rows[:, :, low:high], members.chosen[:, :, low:high], members.top)
+        parts = part.sums(cell[low:high] - number * group, group + 2)
         parts[:, :, group] = firsts[number + 1]
         parts[:, :, group + 1] = before[number] + rests[number + 1] + after[number + 2]
         blocks = min(group, end - begin - number * group)
