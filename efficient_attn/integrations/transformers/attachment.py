@@ -97,9 +97,27 @@ def attach(
         UnsupportedError: If a backend does not support a layer. The model then stays unchanged.
         UnknownNameError, OptionError, DtypeError: If the request is invalid.
     """
-    inner = unwrap(model)
-    kinds = {"full": full, "sliding": sliding, "cross": cross}
-    sites, backends = _build_request(inner, backend, **kinds, max_tokens=max_tokens, seed=seed, **options)
+    inner, kinds = unwrap(model), {"full": full, "sliding": sliding, "cross": cross}
+    sites = observed_sites(inner)
+    if rest := ignored(inner):
+        path, kind = next(iter(rest.items()))
+        _log.warning(
+            "%d attention modules of %s stay as they are, since their code does not call transformers' "
+            "attention interface, such as %s (%s).",
+            len(rest),
+            type(inner).__name__,
+            path,
+            kind,
+        )
+    if is_assignment_file(backend):
+        of_plan = {**kinds, **options, "max_tokens": max_tokens, "seed": seed or None}
+        passed = [name for name, value in of_plan.items() if value is not None]
+        if passed:
+            raise OptionError(f"{passed[0]}=…: the file {backend} sets the backend of every layer itself.")
+        backends = build_assignment(inner, sites, read_assignment(backend), str(backend))
+    else:
+        choices = choose_backends(sites, backend, kinds, options)
+        backends = build_all(sites, choices, max_tokens, seed)
     install(inner, sites, backends)
     return model
 
@@ -107,9 +125,12 @@ def attach(
 @contextmanager
 def swapped(model: M, backend: Any = None, **arguments: Any) -> Iterator[M]:
     """Attach backends with the arguments of `attach`, and restore the model on exit."""
-    inner = unwrap(model)
-    with installed(inner, *_build_request(inner, backend, **arguments)):
+    restore = _snapshot(unwrap(model))
+    attach(model, backend, **arguments)
+    try:
         yield model
+    finally:
+        restore()
 
 
 @contextmanager
@@ -197,38 +218,6 @@ def _refuse_call(model: Any, args: tuple[Any, ...], named: dict[str, Any]) -> No
                 "without backends. Pass one document per row.",
                 type(model).__name__,
             )
-
-
-def _build_request(
-    model: PreTrainedModel,
-    backend: Any,
-    *,
-    full: Any = None,
-    sliding: Any = None,
-    cross: Any = None,
-    max_tokens: int | None = None,
-    seed: int = 0,
-    **options: Any,
-) -> tuple[list[AttentionSite], dict[str, Backend]]:
-    kinds = {"full": full, "sliding": sliding, "cross": cross}
-    sites = observed_sites(model)
-    if rest := ignored(model):
-        path, kind = next(iter(rest.items()))
-        _log.warning(
-            "%d attention modules of %s stay as they are, since their code does not call transformers' "
-            "attention interface, such as %s (%s).",
-            len(rest),
-            type(model).__name__,
-            path,
-            kind,
-        )
-    if is_assignment_file(backend):
-        of_plan = {**kinds, **options, "max_tokens": max_tokens, "seed": seed or None}
-        passed = [name for name, value in of_plan.items() if value is not None]
-        if passed:
-            raise OptionError(f"{passed[0]}=…: the file {backend} sets the backend of every layer itself.")
-        return sites, build_assignment(model, sites, read_assignment(backend), str(backend))
-    return sites, build_all(sites, choose_backends(sites, backend, kinds, options), max_tokens, seed)
 
 
 def observed_sites(model: PreTrainedModel) -> list[AttentionSite]:
