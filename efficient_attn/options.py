@@ -44,20 +44,8 @@ def option(
         rare: Shown by --help-all alone.
         free: A resumed run may have another value.
     """
-    metadata = {
-        "help": help,
-        "added": added,
-        "flag": flag,
-        "metavar": metavar,
-        "parse": parse,
-        "least": least,
-        "most": most,
-        "several": several,
-        "argument": argument,
-        "rare": rare,
-        "free": free,
-    }
-    return field(default=default, metadata=metadata)
+    declared = locals()
+    return field(default=declared.pop("default"), metadata=declared)
 
 
 def recorded(options: Any) -> dict[str, Any]:

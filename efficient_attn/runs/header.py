@@ -1,6 +1,6 @@
 """Header of a run in environment.json: the study, its options as they were typed, and what it settled."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from hashlib import sha256
 from pathlib import Path
@@ -16,8 +16,6 @@ from efficient_attn.runs.study import Settled, Study
 
 STUDY, OPTIONS, SETTLED = "study", "options", "settled"
 
-# Keys of values that JSON has no form for: a path, and the label of an object.
-_PATH, _OBJECT = "path", "object"
 # Longer texts are stored by their digest.
 _LONGEST_TEXT = 1000
 
@@ -46,7 +44,7 @@ def stored_header(environment: Mapping[str, Any], *, source: str) -> Header | No
         return None
     try:
         kind = find(environment[STUDY])
-        study = kind(**{name: _label(value) for name, value in environment.get(OPTIONS, {}).items()})
+        study = kind(**{name: _decoded(value) for name, value in environment.get(OPTIONS, {}).items()})
         # Several runs may have no options in common.
         if OPTIONS in environment:
             study.check()
@@ -72,11 +70,15 @@ def requested(kind: type[Study], typed: Mapping[str, Any], stored: Mapping[str, 
         raise DataError(_difference(folder, STUDY, stored.get(STUDY), kind.name()))
     values = stored.get(OPTIONS, {})
     for item in (item for item in fields(kind) if item.name in values):
-        value = values[item.name]
-        if item.name not in typed:
-            options[item.name] = _decoded(value, item.name, folder)
-        elif not item.metadata.get("free") and _encoded(typed[item.name]) != value:
-            raise DataError(_difference(folder, item.name, _label(value), _label(_encoded(typed[item.name]))))
+        name, value = item.name, values[item.name]
+
+        def refuse(label: str, name: str = name) -> Any:
+            raise OptionError(f"{name}: {folder} was measured with {label!r}, an object; pass it again.")
+
+        if name not in typed:
+            options[name] = _decoded(value, refuse)
+        elif not item.metadata.get("free") and _encoded(typed[name]) != value:
+            raise DataError(_difference(folder, name, *map(_decoded, (value, _encoded(typed[name])))))
     study = kind(**options)
     study.check()
     return study
@@ -87,40 +89,31 @@ def _difference(folder: Path, name: str, stored: Any, now: Any) -> str:
 
 
 def _encoded(value: Any) -> Any:
-    """The value as JSON, paths without the home of a person."""
+    """The value as JSON, paths without the home of a person, objects by their labels."""
     if isinstance(value, str):
         digest = sha256(value.encode()).hexdigest()[:8]
-        return {_OBJECT: f"text #{digest}"} if len(value) > _LONGEST_TEXT else without_home(value)
+        return {"object": f"text #{digest}"} if len(value) > _LONGEST_TEXT else without_home(value)
     if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and abs(value) < 1e308):
         return value
     if isinstance(value, Path):
-        return {_PATH: without_home(str(value))}
+        return {"path": without_home(str(value))}
     if isinstance(value, Mapping):
         return {str(name): _encoded(entry) for name, entry in value.items()}
     if isinstance(value, (tuple, list)):
         return [_encoded(entry) for entry in value]
     name = getattr(value, "name", getattr(value, "__name__", None))
-    return {_OBJECT: name if isinstance(name, str) else type(value).__name__}
+    return {"object": name if isinstance(name, str) else type(value).__name__}
 
 
-def _label(value: Any) -> Any:
-    """A stored value, objects by their labels."""
-    if isinstance(value, Mapping):
-        first = next(iter(value), None)
-        if first in (_PATH, _OBJECT) and len(value) == 1:
-            return value[first]
-        return {name: _label(entry) for name, entry in value.items()}
-    return [_label(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _decoded(value: Any, name: str, folder: Path) -> Any:
-    """The value that was typed. An object has to be passed again."""
-    if isinstance(value, Mapping) and len(value) == 1:
-        if _OBJECT in value:
-            label = value[_OBJECT]
-            raise OptionError(f"{name}: {folder} was measured with {label!r}, an object; pass it again.")
-        if _PATH in value:
-            return Path(value[_PATH])
-    if isinstance(value, Mapping):
-        return {key: _decoded(entry, name, folder) for key, entry in value.items()}
-    return [_decoded(entry, name, folder) for entry in value] if isinstance(value, list) else value
+def _decoded(value: Any, described: Callable[[str], Any] = str) -> Any:
+    """The value that was typed, and in place of an object the description of its label."""
+    if isinstance(value, list):
+        return [_decoded(entry, described) for entry in value]
+    if not isinstance(value, Mapping):
+        return value
+    match dict(value):
+        case {"path": path, **rest} if not rest:
+            return Path(path)
+        case {"object": label, **rest} if not rest:
+            return described(label)
+    return {name: _decoded(entry, described) for name, entry in value.items()}

@@ -1,13 +1,12 @@
 """Options that several studies share, each declared once: functions that make a field with a default."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import OptionError
 from efficient_attn.limits import WHOLE_NUMBER
-from efficient_attn.measure.units import parse_names, parse_seconds, parse_sizes
+from efficient_attn.measure.units import parse_names, parse_sizes
 from efficient_attn.measure.variants import parse_settings
 from efficient_attn.options import option
 
@@ -99,10 +98,6 @@ def causal() -> Any:
     return option(False, "Each token attends to itself and earlier tokens.")
 
 
-def num_heads(default: int | None, shown: str | None = None) -> Any:
-    """Number of heads."""
-    return option(default, _or("Number of heads.", shown), least=1, rare=True)
-
 
 def head_dim(default: int | None, shown: str | None = None) -> Any:
     """Head dimension."""
@@ -143,29 +138,4 @@ def rounds() -> Any:
     """Rounds of timed calls."""
     return option(
         4, "Timing rounds per point; more rounds narrow the interval.", least=1, rare=True, free=True
-    )
-
-
-def timeout(default: float) -> Any:
-    """Time limit of a point."""
-    return option(
-        default,
-        "Time limit of a point, unless measured in this process: 60s, 2m.",
-        flag="--timeout",
-        metavar="TIME",
-        parse=parse_seconds,
-        rare=True,
-        free=True,
-    )
-
-
-def norms(default: Sequence[float]) -> Any:
-    """Norms of Gaussian inputs, or of pairs of vectors."""
-    return option(
-        default,
-        "Standard deviations of Gaussian q, k; |q|/d^¼ of entries.",
-        flag="--norm",
-        metavar="NORM[,NORM…]",
-        parse=parse_numbers("finite numbers above 0, such as 0.5,1", lambda norm: 0 < norm < math.inf),
-        free=True,
     )

@@ -14,7 +14,7 @@ from efficient_attn.measure.clock import COLD
 from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S, Measurer
 from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.measure.record import DECODED, Record
-from efficient_attn.measure.units import parse_sizes
+from efficient_attn.measure.units import parse_seconds, parse_sizes
 from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, joint_name, select
 from efficient_attn.options import option, positive_number
 from efficient_attn.problem import positive_count
@@ -97,12 +97,20 @@ class Bench(Study):
     causal: bool = shared.causal()
     backward: bool = option(False, "Forward and backward pass together.")
     batch: int = 1
-    num_heads: int | None = shared.num_heads(None, "8")
+    num_heads: int | None = option(None, "Number of heads; 8 if omitted.", least=1, rare=True)
     head_dim: int | None = shared.head_dim(None, "64")
     dtype: str = shared.dtype("auto", "auto (float32 on the CPU, half precision on CUDA) or a dtype.")
     device: str = shared.device("auto")
     threads: int | None = shared.threads()
-    timeout_s: float = shared.timeout(DEFAULT_TIMEOUT_S)
+    timeout_s: float = option(
+        DEFAULT_TIMEOUT_S,
+        "Time limit of a point, unless measured in this process: 60s, 2m.",
+        flag="--timeout",
+        metavar="TIME",
+        parse=parse_seconds,
+        rare=True,
+        free=True,
+    )
     decode: bool = option(False, "Time one new token after all others, causal, and the bytes of the state.")
     options: shared.Settings = shared.settings()
     rounds: int = shared.rounds()

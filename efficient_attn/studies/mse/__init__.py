@@ -1,5 +1,6 @@
 """Error of backends against exact softmax attention, or of features at kernel entries, size by size."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property, partial
@@ -87,7 +88,14 @@ class Mse(Study):
     sizes: shared.Sizes = shared.sizes((16, 32, 64, 128, 256, 512, 1024))
     of: str = option("output", "Error of the output, or of kernel entries.", metavar="output|kernel")
     metric: str = option("relative", "Metric: relative or mse.", metavar="NAME", rare=True)
-    norms: Sequence[float] = shared.norms((0.5, 1.0))
+    norms: Sequence[float] = option(
+        (0.5, 1.0),
+        "Standard deviations of Gaussian q, k; |q|/d^¼ of entries.",
+        flag="--norm",
+        metavar="NORM[,NORM…]",
+        parse=shared.parse_numbers("finite numbers above 0, such as 0.5,1", lambda x: 0 < x < math.inf),
+        free=True,
+    )
     angles: Sequence[float] = option(
         (60.0, 90.0, 120.0),
         "Angles between query and key in degrees, 0 to 180.",
