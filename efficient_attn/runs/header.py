@@ -85,7 +85,7 @@ def requested(kind: type[Study], typed: Mapping[str, Any], stored: Mapping[str, 
 
 
 def _difference(folder: Path, name: str, stored: Any, now: Any) -> str:
-    return f"out: {folder} has the {name} {short(str(stored))}, not {short(str(now))}; name a new folder."
+    return f"out: {folder} has {name}={short(str(stored))}, not {short(str(now))}; name a new folder."
 
 
 def _encoded(value: Any) -> Any:

@@ -56,12 +56,14 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         candidates: Labels of the backends that are compared.
-        device: Device that measures.
+        device: Device that measures, in this dtype and with this number of threads on the CPU.
         model: Names and digests of the model, its texts and its layers.
     """
 
     candidates: tuple[str, ...] = ()
     device: str = "cpu"
+    dtype: str = "float32"
+    threads: int | None = None
     model: Mapping[str, Any] = {}
 
     def missing(self, measured: Iterable[str]) -> str:

@@ -131,7 +131,7 @@ def test_environments_and_threads_are_not_mixed(folder):
     path.write_text(path.read_text().replace('"threads": 1', '"threads": 3'))
     with pytest.raises(DataError, match=r"threads were \[3\], are \[1\]"):
         run(resume=True)
-    with pytest.raises(DataError, match="out: out has the study bench, not mse; name a new folder"):
+    with pytest.raises(DataError, match="out: out has study=bench, not mse; name a new folder"):
         ea.mse(["window"], seq_lens=16, out="out", resume=True)
 
 

@@ -144,7 +144,7 @@ def test_a_resumed_run_has_the_stored_options_and_refuses_others(sums):
     run(seq_lens=(4,), first=3, out="out")
     again = run(seq_lens=(4, 8), out="out", resume=True)
     assert [record.sum for record in again.records] == [3, 25]
-    with pytest.raises(ea.DataError, match=r"^out: out has the first 3, not 4; name a new folder\.$"):
+    with pytest.raises(ea.DataError, match=r"^out: out has first=3, not 4; name a new folder\.$"):
         run(first=4, out="out", resume=True)
 
 

@@ -195,7 +195,12 @@ class Advise(Study):
             measurer=measurer,
             limit_bytes=limit_bytes,
         )
-        settled = AdviseSettled(candidates=_labels(variants), device=workload.device)
+        settled = AdviseSettled(
+            candidates=_labels(variants),
+            device=workload.device,
+            dtype=workload.dtype,
+            threads=workload.threads,
+        )
         return _Setup(points, settled, measurer, notes)
 
     def _of_model(self, workload: Workload) -> _Setup:
@@ -243,7 +248,10 @@ class Advise(Study):
             heads=heads,
         )
         settled = AdviseSettled(
-            candidates=_labels(variants), device=first.shared["device"], model=origin, target=target
+            candidates=_labels(variants),
+            **{name: first.shared[name] for name in ("device", "dtype", "threads")},
+            model=origin,
+            target=target,
         )
         return _Setup(points, settled, notes=[*first.notes, *left_out])
 

@@ -40,6 +40,7 @@ class _Setup(NamedTuple):
     Attributes:
         settings: Costs of each subject with their variants.
         errors: Length and errors of every layer, whose exact output is computed once.
+        workload: The first subject's.
         subjects: q, k, v of each layer; times on inputs are on the middle one, named `timed`.
     """
 
@@ -47,7 +48,7 @@ class _Setup(NamedTuple):
     settings: Sequence[tuple[Costs, Sequence[Variant]]]
     errors: Sequence[tuple[int, Costs]]
     candidates: tuple[str, ...]
-    device: str
+    workload: Workload
     measurer: Measurer
     subjects: Sequence[Any]
     timed: str
@@ -133,7 +134,12 @@ class Bench(Study):
 
     def settle(self) -> Settled:
         setup = self._setup
-        return Settled(candidates=setup.candidates, device=setup.device)
+        return Settled(
+            candidates=setup.candidates,
+            device=setup.workload.device,
+            dtype=setup.workload.dtype,
+            threads=setup.workload.threads,
+        )
 
     def point_limit_s(self) -> float:
         return self.timeout_s
@@ -241,7 +247,7 @@ class Bench(Study):
             of_layer = {**vars(attention[0]), **subject.shape, **_ERROR, "inputs": subject.name}
             errors.append((subject.tokens, costs_of(shared=of_layer)))
         return _Setup(
-            lengths, settings, errors, candidates, first.device, measurer, subjects, timed["inputs"], notes
+            lengths, settings, errors, candidates, first, measurer, subjects, timed["inputs"], notes
         )
 
 

@@ -54,7 +54,8 @@ class Recall(Study):
         parse_sizes(self.sizes, name="sizes")
 
     def settle(self) -> Settled:
-        return Settled(candidates=tuple(variant.label for variant in self._variants))
+        candidates = tuple(variant.label for variant in self._variants)
+        return Settled(candidates=candidates, threads=self._workload.threads)
 
     def points(self) -> Points:
         """Seed by seed: an interrupted run has the same seeds of every backend."""

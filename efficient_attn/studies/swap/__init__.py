@@ -130,7 +130,7 @@ class Swap(Study):
         subjects, variants, _ = self._setup
         return Settled(
             candidates=tuple(x.label for x in variants if x.backend != UNIFORM_ATTENTION),
-            device=subjects[0].shared["device"],
+            **{name: subjects[0].shared[name] for name in ("device", "dtype", "threads")},
             model=subjects[0].about,
         )
 

@@ -213,5 +213,5 @@ def test_a_plan_without_layers_is_no_decision_where_a_budget_left_layers_out(enc
 def test_a_run_is_not_resumed_for_another_target(encoder, tmp_path):
     request = {"backends": ["window"], "options": None, "out": tmp_path}
     advise(encoder, min_cosine=0.9, **request)
-    with pytest.raises(DataError, match=r"has the min_cosine 0.9, not 0.5; name a new folder"):
+    with pytest.raises(DataError, match=r"has min_cosine=0.9, not 0.5; name a new folder"):
         advise(encoder, min_cosine=0.5, resume=True, **request)
