@@ -40,14 +40,11 @@ def wordy(q, k, v):
     raise ZeroDivisionError("two\nlines" + "x" * 10_000)
 
 
-@pytest.mark.parametrize(
-    ("broken", "status", "reason"),
-    [
-        (greedy, "oom", "RuntimeError: "),
-        (full, "oom", "OutOfMemoryError: "),
-        (wordy, "error", "ZeroDivisionError: two lines"),
-    ],
-)
+BROKEN = [(greedy, "oom", "RuntimeError: "), (full, "oom", "OutOfMemoryError: ")]
+BROKEN += [(wordy, "error", "ZeroDivisionError: two lines")]
+
+
+@pytest.mark.parametrize(("broken", "status", "reason"), BROKEN)
 def test_whatever_a_backend_raises_becomes_a_record_with_a_short_reason(broken, status, reason):
     record = worker.measure(case_of("f"), target=broken)
     assert record.status == status and record.reason.startswith(reason)

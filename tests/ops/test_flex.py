@@ -20,6 +20,8 @@ from efficient_attn.ops.softmax import cpu_flash, flex
 EXPONENTIAL = ("performer-positive", "performer-hyperbolic", "performer-oprf", "performer-full")
 # Keys and their parts: eight of 10, the last with 5 keys of padding, and four equal parts.
 PARTS = {75: 8, 76: 4}
+SERVED = [("performer-positive", {"num_features": 64}), ("bigbird", {"block": 16})]
+SERVED += [("window", {"window": 5}), ("window", {"window": 5, "global_tokens": 2})]
 
 
 def inputs(keys, norm=1.0, dtype=torch.float64, queries=50):
@@ -305,23 +307,13 @@ def served(machine):
     flex.compiled.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("performer-positive", {"num_features": 64}),
-        ("window", {"window": 5}),
-        ("window", {"window": 5, "global_tokens": 2}),
-        ("bigbird", {"block": 16}),
-    ],
-)
+@pytest.mark.parametrize(("name", "options"), SERVED)
 def test_operators_serve_a_call_while_compilation_is_turned_off(served, name, options):
     tensors, _ = inputs(50, dtype=torch.float32)
     call = partial(ea.build(name, head_dim=16, **options), *tensors)
     served.setattr(torch, "compile", lambda call, **options: call)
-    with (
-        pytest.warns(UserWarning, match="float32 runs on PyTorch's operators.* is turned off"),
-        paths.observed_kernels() as names,
-    ):
+    warned = pytest.warns(UserWarning, match="float32 runs on PyTorch's operators.* is turned off")
+    with warned, paths.observed_kernels() as names:
         out = call()
     assert names == set()
     served.undo()
@@ -346,9 +338,7 @@ def test_a_failure_of_the_compiler_is_told_once_and_decides(served):
 
 def test_a_capture_without_a_call_before_is_told_and_decides_nothing(machine):
     machine.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with (
-        pytest.warns(UserWarning, match="bfloat16 .*no such call came before the capture"),
-        pytest.raises(flex.NotCompiledError, match="capture"),
-    ):
+    warned = pytest.warns(UserWarning, match="bfloat16 .*no such call came before the capture")
+    with warned, pytest.raises(flex.NotCompiledError, match="capture"):
         flex._compiled(torch.device("cuda"), torch.bfloat16, 4, 2, 16, 16)
     assert on("cuda") == "flex"

@@ -19,6 +19,8 @@ from efficient_attn.ops.window import flex as window_flex
 pytestmark = pytest.mark.compile
 
 compile_anything = torch.compile
+WINDOWS = [(257, False, 700, False, 0), (129, True, 640, True, 0)]
+WINDOWS += [(300, True, 1000, False, 4), (33, False, 700, False, 130)]
 
 
 @pytest.fixture(autouse=True)
@@ -168,15 +170,7 @@ def test_compiled_code_of_a_caller_holds_the_kernel_of_windows_itself(graphs):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("window", "causal", "tokens", "masked", "global_tokens"),
-    [
-        (257, False, 700, False, 0),
-        (129, True, 640, True, 0),
-        (300, True, 1000, False, 4),
-        (33, False, 700, False, 130),
-    ],
-)
+@pytest.mark.parametrize(("window", "causal", "tokens", "masked", "global_tokens"), WINDOWS)
 def test_the_kernel_of_the_cpu_reads_the_same_blocks(
     window_on_cpu, monkeypatch, tokens, window, causal, masked, global_tokens
 ):

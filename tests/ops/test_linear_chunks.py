@@ -19,6 +19,10 @@ from efficient_attn.ops.paths import VARIABLE
 
 FEW = ("linear-elu", "linear-taylor-2", "performer-full", "performer-positive", "performer-trig")
 NAMES = [name for name in ea.list_backends() if name.startswith(("linear-", "performer-"))]
+SCALED = [("linear-elu", ""), ("linear-elu", "torch"), ("performer-positive", "torch")]
+WAYS = [("", None, False), ("", -0.4, False), ("", -0.4, True), ("torch", None, False), ("torch", -0.4, True)]
+# Sizes of values, and whether they are moderate.
+MODERATE = [(1e30, False), (1e-30, False), (2.0**-13, True), (1.0, True), (2.0**13, True)]
 LINEAR = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in NAMES]
 
 
@@ -27,9 +31,7 @@ def built(name, scale=None, *, head_dim=4, causal=True):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(
-    ("name", "path"), [("linear-elu", ""), ("linear-elu", "torch"), ("performer-positive", "torch")]
-)
+@pytest.mark.parametrize(("name", "path"), SCALED)
 def test_scales_far_from_zero_lose_no_digits(name, path, dtype, monkeypatch):
     monkeypatch.setenv(VARIABLE, path)
     backend = built(name)
@@ -42,10 +44,7 @@ def test_scales_far_from_zero_lose_no_digits(name, path, dtype, monkeypatch):
     assert all((x - y).norm() <= bound * y.norm() for x, y in zip(actual, expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("path", "scale", "masked"),
-    [("", None, False), ("", -0.4, False), ("", -0.4, True), ("torch", None, False), ("torch", -0.4, True)],
-)
+@pytest.mark.parametrize(("path", "scale", "masked"), WAYS)
 @pytest.mark.parametrize("name", LINEAR)
 def test_tokens_after_a_state_have_the_rows_and_gradients_of_one_call(name, path, scale, masked, monkeypatch):
     monkeypatch.setenv(VARIABLE, path)
@@ -182,9 +181,7 @@ def test_a_call_leaves_the_moderate_for_good_and_goes_on_from_its_sums(taken):
     assert calm.max() < 8 * 32 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize(
-    ("size", "moderate"), [(1e30, False), (1e-30, False), (2.0**-13, True), (1.0, True), (2.0**13, True)]
-)
+@pytest.mark.parametrize(("size", "moderate"), MODERATE)
 def test_moderate_values_keep_all_digits_and_others_are_guarded(taken, size, moderate):
     q, k, v = (x.float() for x in random_qkv(1, 1, 1, 48, 48, head_dim=16))
     # Products of features as small and as large as are let through, in one row.

@@ -25,6 +25,9 @@ SIDES = [
     *[(2, 0), (127, 0), (128, 0), (256, 0), (383, 0), (384, 0), (64, 400), (5000, 5000)],
     *[(0, 2), (0, 127), (0, 128), (0, 384), (400, 64)],
 ]
+WINDOWS = [(1, False, 9), (7, False, 40), (257, False, 300), (2, True, 130), (257, True, 300)]
+BESIDE_GLOBAL = [(33, False, 300), (32, True, 300), (2, True, 150), (257, True, 400)]
+KERNELS = [("packed", False), ("uncompiled", False), ("uncompiled", True)]
 WITH_GLOBAL = [(*sides, count) for sides in [(256, 0), (300, 0), (16, 16), (200, 200)] for count in (4, 130)]
 
 
@@ -146,13 +149,8 @@ def between_tokens(x):
 
 @pytest.mark.parametrize("layout", [torch.clone, between_tokens])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
-@pytest.mark.parametrize(
-    ("window", "causal", "tokens"),
-    [(1, False, 9), (7, False, 40), (257, False, 300), (2, True, 130), (257, True, 300)],
-)
-@pytest.mark.parametrize(
-    ("kernel", "masked"), [("packed", False), ("uncompiled", False), ("uncompiled", True)]
-)
+@pytest.mark.parametrize(("window", "causal", "tokens"), WINDOWS)
+@pytest.mark.parametrize(("kernel", "masked"), KERNELS)
 def test_the_window_and_its_gradients_equal_the_dense_band(
     kernel, tokens, window, causal, heads, layout, masked, request
 ):
@@ -172,9 +170,7 @@ def test_the_window_and_its_gradients_equal_the_dense_band(
     assert largest_difference(out, expected, inputs) <= 1e-12
 
 
-@pytest.mark.parametrize(
-    ("tokens", "window", "causal"), [(300, 33, False), (300, 32, True), (150, 2, True), (400, 257, True)]
-)
+@pytest.mark.parametrize(("window", "causal", "tokens"), BESIDE_GLOBAL)
 @pytest.mark.parametrize("count", [4, 130])
 def test_global_keys_take_one_call_without_gradients_and_masks(uncompiled, tokens, window, causal, count):
     q, k, v = random_qkv(2, 4, 2, tokens, tokens, 16, 24)

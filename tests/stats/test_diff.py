@@ -57,6 +57,10 @@ TEXTS = np.array([5.0, 20.0, 80.0])
 SEEDS = np.repeat(TEXTS, 2) * np.tile([0.8, 1.2], 3)
 CONSTANT = Record(case=case("time", "b", 64), times_s=(1e-3,) * 20, round_sizes=(5,) * 4)
 CHANCE = "no evidence of change"
+STATUSES = [("ok", "oom", "regression"), ("crash", "ok", "improvement")]
+STATUSES += [("oom", "timeout", "unchanged"), ("ok", "skipped", CHANCE)]
+# Scatter of runs, factor on times, rounds, and the share of regressions.
+SHARES = [(0.0, 1.0, 4, 0, 0.025), (0.03, 1.0, 8, 0, 0.025), (0.0, 1.2, 8, 0.95, 1)]
 
 # Both sides, the quantity where a record has several, and the verdict.
 VERDICTS = {
@@ -103,15 +107,7 @@ def test_thresholds_of_quantities_and_kinds_decide():
     assert change_of(memory(), memory(1010), thresholds={"memory": 0.01}).verdict == "unchanged"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "verdict"),
-    [
-        ("ok", "oom", "regression"),
-        ("crash", "ok", "improvement"),
-        ("oom", "timeout", "unchanged"),
-        ("ok", "skipped", CHANCE),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "verdict"), STATUSES)
 def test_a_case_that_stopped_working_is_a_regression(old, new, verdict):
     sides = (replace(memory(), status=status, reason="why") for status in (old, new))
     change = change_of(*sides)
@@ -127,10 +123,7 @@ def test_cases_are_matched_whatever_their_label_and_those_of_a_single_side_are_n
     assert (comparison.missing, comparison.added) == (("b, 1 tokens, memory",), ("b, 3 tokens, memory",))
 
 
-@pytest.mark.parametrize(
-    ("shift", "factor", "rounds", "least", "most"),
-    [(0.0, 1.0, 4, 0, 0.025), (0.03, 1.0, 8, 0, 0.025), (0.0, 1.2, 8, 0.95, 1)],
-)
+@pytest.mark.parametrize(("shift", "factor", "rounds", "least", "most"), SHARES)
 def test_equal_times_are_rarely_a_regression_and_a_fifth_more_surely_is(shift, factor, rounds, least, most):
     generator, runs = np.random.default_rng(0), 100
     options = {"shift": shift, "rounds": rounds}

@@ -15,16 +15,10 @@ BATCH, HEADS, KV_HEADS, TOKENS, HEAD_DIM, VALUE_DIM = 2, 4, 2, 13, 8, 5
 PERFORMERS = ("performer-positive", "performer-trig", "performer-hyperbolic")
 # Of each backend options small enough for the sizes above.
 OPTIONS = {
-    "exact": {},
-    "exact-dense": {},
-    "window": {"window": 5},
-    "window-clusters": {"window": 4, "clusters": 3},
-    "linformer": {"rank": 6},
-    "nystrom": {"landmarks": 6},
-    "oracle-topk": {"keys": 3},
-    "bigbird": {"block": 2, "random_blocks": 0},
-    "block-topk": {"block": 2, "blocks": 1},
-    **{name: {"num_features": 6} for name in PERFORMERS},
+    **{"exact": {}, "exact-dense": {}, "window": {"window": 5}, "linformer": {"rank": 6}},
+    **{"window-clusters": {"window": 4, "clusters": 3}, "nystrom": {"landmarks": 6}},
+    **{"bigbird": {"block": 2, "random_blocks": 0}, "block-topk": {"block": 2, "blocks": 1}},
+    **{"oracle-topk": {"keys": 3}, **{name: {"num_features": 6} for name in PERFORMERS}},
 }
 BOTH = pytest.mark.parametrize("backward", [False, True])
 
