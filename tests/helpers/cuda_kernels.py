@@ -54,9 +54,7 @@ def _rounded(x: Tensor) -> Tensor:
     return x.bfloat16().double()
 
 
-def definition(
-    q: Tensor, k: Tensor, v: Tensor, inputs: LinearInputs, *, rounded: tuple[str, ...] = ()
-) -> Tensor:
+def definition(q: Tensor, k: Tensor, v: Tensor, inputs: LinearInputs, *, rounded: Any = ()) -> Tensor:
     """Output by all pairs in float64, optionally with "weights" and "exponents" of half precision."""
     of_weights, of_exponents = (
         _rounded if name in rounded else torch.Tensor.clone for name in ("weights", "exponents")

@@ -23,12 +23,9 @@ from efficient_attn.distributed import context_parallel, shard, unshard
 
 RANKS, TOKENS, MODEL_TOKENS = 4, 192, 64
 # A backend of each exchange; windows reach over several ranks.
-ATTENTION = {
-    "exact": {},
-    "window": {"window": 121},
-    "linformer": {"rank": 8, "sharing": "none", "num_heads": 4},
-}
-ATTENTION |= {"performer-positive": {"num_features": 16}, "window-clusters": {"window": 8, "clusters": 12}}
+ATTENTION = {"exact": {}, "window": {"window": 121}, "window-clusters": {"window": 8, "clusters": 12}}
+ATTENTION["linformer"] = {"rank": 8, "sharing": "none", "num_heads": 4}
+ATTENTION["performer-positive"] = {"num_features": 16}
 # Positions go on from rank to rank.
 MODELS = {
     "exact": {"positions": "learned", "max_tokens": MODEL_TOKENS},

@@ -26,11 +26,8 @@ pytestmark = pytest.mark.usefixtures("called_models", "undrawn", "hasty")
 
 PLAN = "layers.json"
 BACKENDS, OPTIONS = ["exact", "window"], {"window": {"window": [5]}}
-PLANNED = {
-    "performer-positive": {"num_features": [16], "seed": [5]},
-    "performer-full": {"num_features": [16]},
-}
-PLANNED["window"] = {"window": [7]}
+PLANNED = {"window": {"window": [7]}, "performer-full": {"num_features": [16]}}
+PLANNED["performer-positive"] = {"num_features": [16], "seed": [5]}
 DECIDES = "has no effect with this model, which decides its inputs"
 
 

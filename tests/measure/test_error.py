@@ -11,12 +11,11 @@ from efficient_attn.measure.error import exact_output, read_shares
 SCALE = 0.5
 ROUNDING = {"rtol": 1e-14, "atol": 1e-14}
 Q, K, V = random_qkv(1, 4, 2, 5, 7, 4, 3)
+BLOCKS = [(1, torch.float64), (30, torch.float16), (1 << 20, torch.float64)]
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("entries", "dtype"), [(1, torch.float64), (30, torch.float16), (1 << 20, torch.float64)]
-)
+@pytest.mark.parametrize(("entries", "dtype"), BLOCKS)
 def test_exact_output_is_the_definition_in_float64_in_blocks_of_any_size(monkeypatch, causal, entries, dtype):
     monkeypatch.setattr(measure, "ENTRIES_AT_ONCE", entries)
     inputs = [x.to(dtype) for x in (Q, K, V)]

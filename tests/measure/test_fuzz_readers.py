@@ -22,10 +22,8 @@ ENVIRONMENT = (FIXTURE / "environment.json").read_bytes()
 ROWS = [json.loads(text) for text in RECORDS.splitlines()]
 
 # More by hand: EFFICIENT_ATTN_FUZZ=10000 pytest tests/measure/test_fuzz_readers.py
-EXAMPLES = int(os.environ.get("EFFICIENT_ATTN_FUZZ", "12"))
-fuzz = settings(
-    max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
-)
+COUNT = int(os.environ.get("EFFICIENT_ATTN_FUZZ", "12"))
+fuzz = settings(max_examples=COUNT, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 
 NUMBERS = st.sampled_from([0, 1, 2, 16, 2**31, 2**63 - 1, 0.0, 5e-324, 1e-9, 0.5, 1e150, 1e308])
 TEXTS = st.text(max_size=8) | st.sampled_from(["float16", "cuda", "window(window=5)", "\x1b[2J", "<b>"])

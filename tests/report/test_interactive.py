@@ -131,9 +131,8 @@ def test_without_plotly_the_option_is_refused_in_one_line(tmp_path, monkeypatch)
 # Middle of an element, after it has been scrolled into view.
 MIDDLE = """(() => {{ const element = {}; element.scrollIntoView({{block: 'center'}});
 const box = element.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; }})()"""
-LEGEND = (
-    "[...{}.querySelectorAll('.traces')].find(e => e.textContent === {!r}).querySelector('.legendtoggle')"
-)
+LEGEND = "[...{}.querySelectorAll('.traces')].find(e => e.textContent === {!r})"
+LEGEND += ".querySelector('.legendtoggle')"
 PLOT = "document.getElementById('{}')"
 POINT = """(() => {{ const plot = {0}; plot.scrollIntoView({{block: 'center'}});
 const line = plot._fullData.find(line => line.name === {1!r} && line.yaxis === 'y');

@@ -11,7 +11,7 @@ from efficient_attn.runs.results import read
 from efficient_attn.stats.noise_warnings import DURING, doubts
 
 STEADY = (1.0, 1.001, 1.002, 1.003, 1.002, 1.001, 1.0)
-QUIET = {"others_share": 0.01}
+QUIET, STRANGE = {"others_share": 0.01}, {"others_share": "much", "wall_s": float("nan")}
 
 
 def record(times_s=STEADY * 4, round_sizes=(7,) * 4):
@@ -43,9 +43,7 @@ def test_each_sign_of_uncertain_times_is_said_with_its_remedy_and_nothing_else_i
     assert all(text.startswith(beginning) for text, beginning in zip(said, beginnings, strict=True))
 
 
-@pytest.mark.parametrize(
-    "broken", [[], {}, "x", None, [3], [{"others_share": "much", "wall_s": float("nan")}]]
-)
+@pytest.mark.parametrize("broken", [[], {}, "x", None, [3], [STRANGE]])
 def test_an_environment_that_makes_no_sense_raises_no_doubt_and_no_error(broken):
     assert doubts([record()], {DURING: broken}) == []
     assert doubts([record(round_sizes=(1.5, None, 3, 4))], {DURING: broken}) == []
