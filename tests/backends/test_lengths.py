@@ -9,8 +9,9 @@ import efficient_attn as ea
 # A trace warns of the shapes that it takes for constants.
 pytestmark = [
     pytest.mark.compile,
-    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace:DeprecationWarning"
+    ),
 ]
 HEADS, HEAD_DIM = 4, 8
 # A window of 33 tokens is longer than some lengths.

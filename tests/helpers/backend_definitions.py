@@ -70,11 +70,9 @@ def dense_exponential(fit, q, k, v, *, scale, **options):
     """Each key head has parameters of its own, and transforms of queries and keys if they were fitted."""
     outs = []
     for head, values in enumerate(v.split(1, dim=1)):
-        features = partial(
-            naive.dense_exponential_features,
-            w=fit.random.projection.double(),
-            a=fit.curvatures[head % len(fit.curvatures)].double(),
-        )
+        curvatures = fit.curvatures[head % len(fit.curvatures)].double()
+        w = fit.random.projection.double()
+        features = partial(naive.dense_exponential_features, w=w, a=curvatures)
         inputs = transformed(fit, q, k, head, scale=scale)
         outs.append(naive.linear_attention(*inputs, values, features, scale=1.0, **options))
     return torch.cat(outs, dim=1)

@@ -117,15 +117,11 @@ def saved(model: Any, folder: Path) -> Path:
     return folder
 
 
-def config(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Function that changes the configuration in a folder."""
-
-    def act(folder: Path) -> None:
-        fields = json.loads((folder / "config.json").read_text())
-        change(fields)
-        (folder / "config.json").write_text(json.dumps(fields))
-
-    return act
+def config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the configuration of a folder."""
+    fields = json.loads((folder / "config.json").read_text())
+    change(fields)
+    (folder / "config.json").write_text(json.dumps(fields))
 
 
 def texts(count: int = 3, words: int = 40) -> dict[str, str]:

@@ -74,10 +74,8 @@ def test_weights_come_from_the_seed_of_the_case():
 
 
 def test_keys_have_the_heads_of_the_case_and_products_of_keys_alone_are_counted_for_each():
-    few, many = (
-        case("linformer", "attention", tokens=16, options={"rank": 4}, num_heads=6, num_kv_heads=heads)
-        for heads in (2, 6)
-    )
+    shared = {"tokens": 16, "options": {"rank": 4}, "num_heads": 6}
+    few, many = (case("linformer", "attention", num_kv_heads=heads, **shared) for heads in (2, 6))
     assert [x.shape[1] for x in calls.prepare(few, "linformer").inputs] == [6, 2, 2]
     flops = [calls.attention_flops(planned, "linformer") for planned in (few, many)]
     assert flops[1] - flops[0] == 2 * (6 - 2) * 2 * 16 * 4 * 8

@@ -124,10 +124,8 @@ def test_half_precision_errs_at_most_twice_as_much_as_plain_operators_with_its_d
         actual = [out, *torch.autograd.grad(out.float().sin().sum(), tensors)]
     call = parts[0]
     assert call.directions.dtype is dtype
-    exact = call._replace(
-        **{x: getattr(call, x).detach().double().requires_grad_() for x in ("q", "k", "v")},
-        directions=call.directions.double(),
-    )
+    wide = {x: getattr(call, x).detach().double().requires_grad_() for x in ("q", "k", "v")}
+    exact = call._replace(**wide, directions=call.directions.double())
     results = []
     for source, leaves in ((call, tensors), (exact, exact[:3])):
         out = plain(source)
@@ -209,10 +207,8 @@ def test_flex_serves_dimensions_and_sizes_that_its_kernels_take(monkeypatch):
     monkeypatch.setattr(verdict, "trusted", lambda *kernel: True)
     for sizes in ({}, {"head_dim": 256, "value_dim": 24}, {"device": "meta", "tokens": 2**24}):
         assert flex.available(*tensors(**sizes)), sizes
-    for sizes in (
-        *({"head_dim": 8}, {"value_dim": 8}, {"head_dim": 257}, {"tokens": 0}, {"dtype": torch.float64}),
-        {"device": "meta", "tokens": 2**25},
-    ):
+    beyond = [{"head_dim": 8}, {"value_dim": 8}, {"head_dim": 257}, {"tokens": 0}, {"dtype": torch.float64}]
+    for sizes in (*beyond, {"device": "meta", "tokens": 2**25}):
         assert not flex.available(*tensors(**sizes)), sizes
     assert not flex.available(*tensors()[:2], tensors(dtype=torch.bfloat16)[2])
     monkeypatch.setattr(verdict, "trusted", lambda kernel, *_: kernel == "window-flex")

@@ -37,6 +37,7 @@ EXPONENTIAL = ("performer-positive", "performer-hyperbolic")
 PERFORMERS = (*EXPONENTIAL, "performer-trig")
 CAUSAL = pytest.mark.parametrize("causal", [False, True])
 SLOW = pytest.mark.slow
+CHUNKS = [(8, False), (8, True), *(pytest.param(n, False, marks=SLOW) for n in (1, 64))]
 SHORT = {"long keys last": slice(107), "long keys first": slice(107, None), "interleaved": slice(1, None, 2)}
 
 
@@ -81,9 +82,6 @@ def every_path(names):
     cases = [*product(("fused", "other"), names, (False, True)), *product(["unfused"], EXPONENTIAL, [False])]
     ids = ["-".join(map(str, case)) for case in cases]
     return pytest.mark.parametrize(("kernel", "name", "causal"), cases, ids=ids, indirect=["kernel"])
-
-
-CHUNKS = [(8, False), (8, True), *(pytest.param(n, False, marks=SLOW) for n in (1, 64))]
 
 
 @pytest.mark.parametrize(("chunk", "weak"), CHUNKS)

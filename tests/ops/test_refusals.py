@@ -24,6 +24,9 @@ def calibrate(q=Q, k=K, *, name="performer-full", **options):
 
 HIDDEN = torch.zeros(2, 7, dtype=torch.bool)
 CAUSAL = "Causal backends: .*block-topk.* window"
+MULTIPLE = "window=65 .* a multiple of 4 can: 64 or 68"
+QUERIES = "needs as many queries as keys; q has 1 .*StateCache"
+CALIBRATE = r"call backend\.calibrate\(q, k\), or ea\.calibrate"
 
 
 @pytest.mark.parametrize(
@@ -31,25 +34,13 @@ CAUSAL = "Causal backends: .*block-topk.* window"
     [
         (lambda: built("window", window=4), ea.OptionError, r"window=4 has no middle.* 3 or 5"),
         (lambda: built("window-clusters", causal=True), ea.UnsupportedError, CAUSAL),
-        (
-            lambda: built("window-clusters", window=65),
-            ea.OptionError,
-            r"window=65 .* a multiple of 4 can: 64 or 68",
-        ),
+        (lambda: built("window-clusters", window=65), ea.OptionError, MULTIPLE),
         (lambda: linformer(max_tokens=None), ea.UnsupportedError, "build it with max_tokens"),
-        (
-            lambda: built("block-topk", causal=True)(Q[:, :, -1:], K, V),
-            ea.UnsupportedError,
-            r"needs as many queries as keys; q has 1 .*StateCache",
-        ),
+        (lambda: built("block-topk", causal=True)(Q[:, :, -1:], K, V), ea.UnsupportedError, QUERIES),
         (lambda: linformer(rank=7), ea.OptionError, "rank=7 is more than max_tokens=6.*rank=6 or less"),
         (lambda: linformer(sharing="none", num_heads=None), ea.OptionError, "sharing='none'.*num_heads"),
         (lambda: linformer(), ea.ShapeError, "at most 6 tokens and k has 7.*max_tokens=7"),
-        (
-            lambda: built("performer-full", causal=True).extend(Q, K, V),
-            ea.CalibrationError,
-            r"call backend\.calibrate\(q, k\), or ea\.calibrate",
-        ),
+        (lambda: built("performer-full", causal=True).extend(Q, K, V), ea.CalibrationError, CALIBRATE),
         (lambda: calibrate(key_mask=HIDDEN), ea.ShapeError, "a key that is not masked.* 0 keys are not"),
         (lambda: calibrate(k=K / 0), ea.DataError, "k holds numbers that are not finite"),
         (lambda: calibrate(q=Q[:, :, :0]), ea.ShapeError, "needs a query"),

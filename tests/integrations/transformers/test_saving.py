@@ -109,30 +109,22 @@ def trained(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "saved")
 
 
-def layer(change):
+def layer(folder, change):
     """Change the plan of the first layer."""
-    return config(lambda fields: change(next(iter(fields["efficient_attn"]["layers"].values()))))
+    config(folder, lambda fields: change(next(iter(fields["efficient_attn"]["layers"].values()))))
 
 
-def tensors(change):
+def tensors(folder, change):
     """Change the tensors of a folder by name."""
-
-    def act(folder):
-        stored = load_file(folder / "model.safetensors")
-        change(stored)
-        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return act
+    stored = load_file(folder / "model.safetensors")
+    change(stored)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def file(change):
+def file(folder, change):
     """Change the bytes of the tensors."""
-
-    def act(folder):
-        path = folder / "model.safetensors"
-        path.write_bytes(change(path.read_bytes()))
-
-    return act
+    path = folder / "model.safetensors"
+    path.write_bytes(change(path.read_bytes()))
 
 
 MIX = "bert.encoder.layer.0.attention.self.efficient_attn.core.mix_keys"
@@ -140,26 +132,26 @@ INVALID = r"Cannot load a model|is not a valid safetensors file"
 
 
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("part", "change", "match"),
     [
-        (config(lambda c: c.pop("efficient_attn")), "names no backends"),
-        (config(lambda c: c["efficient_attn"]["layers"].popitem()), "belong to another model"),
-        (config(lambda c: c.update(architectures=["logging"])), "which transformers lacks"),
-        (config(lambda c: c.update(hidden_size="x")), "Cannot load a model"),
-        (layer(lambda x: x.pop("options")), "lacks one of the fields"),
-        (layer(lambda x: x.update(max_tokens=1 << 39)), "backend 'linformer' cannot be built"),
-        (tensors(lambda t: t.pop(MIX)), "do not fit backend 'linformer'.*Missing"),
-        (tensors(lambda t: t.update({f"{MIX}_too": torch.zeros(1)})), "backend 'linformer'.*Unexpected"),
-        (tensors(lambda t: t.pop("bert.encoder.layer.1.output.dense.weight")), "another model: it lacks"),
-        (tensors(lambda t: t.update(strange=torch.zeros(1))), "it has, beyond the model, strange"),
-        (file(lambda whole: whole[:4]), INVALID),
-        (file(lambda whole: whole[:-1]), INVALID),
-        (file(lambda whole: (1 << 40).to_bytes(8, "little") + b"{}"), INVALID),
-        (file(lambda whole: b"\x80\x04\x95pickle" * 9), INVALID),
+        (config, lambda c: c.pop("efficient_attn"), "names no backends"),
+        (config, lambda c: c["efficient_attn"]["layers"].popitem(), "belong to another model"),
+        (config, lambda c: c.update(architectures=["logging"]), "which transformers lacks"),
+        (config, lambda c: c.update(hidden_size="x"), "Cannot load a model"),
+        (layer, lambda x: x.pop("options"), "lacks one of the fields"),
+        (layer, lambda x: x.update(max_tokens=1 << 39), "backend 'linformer' cannot be built"),
+        (tensors, lambda t: t.pop(MIX), "do not fit backend 'linformer'.*Missing"),
+        (tensors, lambda t: t.update({f"{MIX}_too": torch.zeros(1)}), "backend 'linformer'.*Unexpected"),
+        (tensors, lambda t: t.pop("bert.encoder.layer.1.output.dense.weight"), "another model: it lacks"),
+        (tensors, lambda t: t.update(strange=torch.zeros(1)), "it has, beyond the model, strange"),
+        (file, lambda whole: whole[:4], INVALID),
+        (file, lambda whole: whole[:-1], INVALID),
+        (file, lambda whole: (1 << 40).to_bytes(8, "little") + b"{}", INVALID),
+        (file, lambda whole: b"\x80\x04\x95pickle" * 9, INVALID),
     ],
 )
-def test_files_of_another_model_and_hostile_ones_are_refused(trained, change, match):
-    change(trained)
+def test_files_of_another_model_and_hostile_ones_are_refused(trained, part, change, match):
+    part(trained, change)
     with pytest.raises(DataError, match=match):
         load(trained)
 
@@ -174,6 +166,6 @@ def test_an_encoder_that_was_saved_without_its_pooler_has_none_and_half_a_pooler
         attach(model, "window", window=3).save_pretrained(tmp_path / "window")
         assert torch.equal(load(tmp_path / "window")(ids).last_hidden_state, model(ids).last_hidden_state)
     saved(transformers.BertModel(transformers.BertConfig(**SIZES)), tmp_path / "part")
-    tensors(lambda t: t.pop("pooler.dense.bias"))(tmp_path / "part")
+    tensors(tmp_path / "part", lambda t: t.pop("pooler.dense.bias"))
     with pytest.raises(DataError, match=r"it lacks pooler\.dense\.bias"):
         open_model(tmp_path / "part")
