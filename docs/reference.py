@@ -34,12 +34,11 @@ def options() -> list[str]:
 
 def quantities() -> list[str]:
     """Every quantity, with its unit, direction and kind of scatter."""
-    from efficient_attn.measure.quantities import CONDITIONS, QUANTITIES
-    from efficient_attn.runs.registry import studies
+    from efficient_attn.runs.registry import any_record
 
-    studies()
-    rows = [[quantity, quantity.better or "–", quantity.scatter or "–"] for quantity in QUANTITIES.values()]
-    rows += [[quantity, "–", "not compared"] for quantity in CONDITIONS.values()]
+    declared = any_record().quantities().values()
+    rows = [[x, x.better or "–", x.scatter or "–"] for x in declared if x.compared]
+    rows += [[x, "–", "not compared"] for x in declared if not x.compared]
     named = [
         [_quantity(quantity), quantity.unit, quantity.meaning, better, scatter]
         for quantity, better, scatter in rows
@@ -54,23 +53,23 @@ def _quantity(quantity: Any) -> str:
 
 def fields() -> list[str]:
     """Fields of a record that describe its case and its outcome."""
-    from efficient_attn.measure.quantities import FIELDS
-    from efficient_attn.runs.registry import records_schema
+    from efficient_attn.runs.registry import any_record, records_schema
 
-    listed = records_schema()["properties"]
-    rows = [[f"`{name}`", field["description"]] for name, field in listed.items() if name not in FIELDS]
+    listed, measured = records_schema()["properties"], any_record().fields()
+    rows = [[f"`{name}`", field["description"]] for name, field in listed.items() if name not in measured]
     return table(["field", "meaning"], rows)
 
 
 def kinds() -> list[str]:
-    """Kinds of records of every study, and the fields of its quantities."""
+    """Kinds of records of every study, and the fields that it declares itself."""
+    from efficient_attn.measure.record import Record
     from efficient_attn.runs.registry import studies
 
     rows = [
         [
             f"`{name}`",
             ", ".join(f"`{kind}`" for kind in study.kinds),
-            ", ".join(f"`{field.name}`" for quantity in study.quantities for field in quantity.fields),
+            ", ".join(f"`{name}`" for name in study.record.fields() if name not in Record.fields()),
         ]
         for name, study in studies().items()
     ]

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 import efficient_attn as ea
 from efficient_attn import studies
 from efficient_attn.runs import registry
-from efficient_attn.stats.diff import names as quantity_names
 from efficient_attn.testing import check_names
+from efficient_attn.tools.diff import names as quantity_names
 
 main = pytest.importorskip("efficient_attn_cli.main", reason="needs an installation")
 

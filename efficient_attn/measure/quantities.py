@@ -1,12 +1,12 @@
-"""Quantities of records as data: name, unit, meaning, type, and the comparison of two runs by them.
+"""Quantities of records: unit, meaning, type, and the comparison of two runs by them.
 
-A study declares its quantities with `declare_quantities`. The fields of records, the reader, the JSON Schema,
-the reference table, `diff` and the names of `--fail-on` follow from the declarations.
+A quantity is a typed attribute of a class of records, `accuracy: float | None = Quantity("share", …)`. The
+fields of a line, the reader, the JSON Schema, the reference table, `diff` and names of `--fail-on` follow.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Better = Literal["less", "more"]
 Scatter = Literal["rounds", "draws", "seeds"]
@@ -27,24 +27,23 @@ class Field(NamedTuple):
     meaning: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Quantity:
     """A measured value, and the way in which two runs are compared by it.
 
     Attributes:
-        name: Name in tables, in JSON and of --fail-on.
         meaning: Definition that begins with a noun.
-        better: Direction of an improvement, or None.
-        scatter: Repetitions over which the value varies randomly. None: a case reproduces it exactly.
+        better: Direction of an improvement; None: a change is neither better nor worse.
+        scatter: Repetitions over which the number differs by chance; None: it is reproduced by its case.
         threshold: Relative change that matters.
-        record_field: Field of a record; omitted: the name.
-        samples: Field of the raw values, one per repetition; None: records keep none.
-        rounding: Values below this power of the precision of the dtype are rounding errors.
+        name: Name in tables, in JSON and of --fail-on; omitted: the attribute's.
+        samples: Field of the raw values, one per repetition; `draws` stands for the attribute with `_draws`.
+        rounding: The number is rounding error if it is below this power of the precision of its dtype;
             0: never.
-        compared: Whether runs are compared by it. False: the field describes a condition.
+        compared: Whether two runs are compared by it; False: the field describes a condition.
+        field: Field of a record that holds the value: the attribute's name.
     """
 
-    name: str
     unit: str
     meaning: str
     _: KW_ONLY
@@ -52,15 +51,18 @@ class Quantity:
     better: Better | None = "less"
     scatter: Scatter | None = None
     threshold: float = 0.0
-    record_field: str | None = None
+    name: str = ""
     samples: str | None = None
     rounding: int = 0
     compared: bool = True
+    field: str = ""
 
-    @property
-    def field(self) -> str:
-        """Field of a record that holds the value."""
-        return self.record_field or self.name
+    def __set_name__(self, owner: Any, name: str) -> None:
+        self.field, self.name = name, self.name or name
+        self.samples = f"{name}_draws" if self.samples == "draws" else self.samples
+
+    def __get__(self, record: Any, owner: Any) -> Any:
+        return self if record is None else record.measured.get(self.field)
 
     @property
     def fields(self) -> Iterator[Field]:
@@ -73,119 +75,110 @@ class Quantity:
             yield Field(f"{self.samples}", samples, self.unit, meaning)
 
 
-# Declared so far: compared quantities and conditions by name, fields and kinds of records.
-QUANTITIES: dict[str, Quantity] = {}
-CONDITIONS: dict[str, Quantity] = {}
-FIELDS: dict[str, Field] = {}
-KINDS: dict[str, str] = {}
+def cost(unit: str, meaning: str) -> Any:
+    """Whole number that its case reproduces, of which less is better."""
+    return Quantity(unit, meaning, type="whole number")
 
 
-def declare_quantities(*quantities: Quantity, kinds: Mapping[str, str] | None = None) -> None:
-    """Declare quantities, and kinds of records with their meaning."""
-    for quantity in quantities:
-        (QUANTITIES if quantity.compared else CONDITIONS)[quantity.name] = quantity
-        FIELDS.update({field.name: field for field in quantity.fields})
-    KINDS.update(kinds or {})
-
-
-def cost(name: str, unit: str, meaning: str) -> Quantity:
-    """Whole number that its case reproduces. Less is better."""
-    return Quantity(name, unit, meaning, type="whole number")
-
-
-def error(name: str, unit: str, meaning: str, *, rounding: int = 1) -> Quantity:
+def error(
+    unit: str, meaning: str, *, rounding: int = 1, better: Better = "less", type: Type = "number"
+) -> Any:
     """Error with one value per draw, kept in `NAME_draws`."""
-    draws = f"{name}_draws"
-    return Quantity(name, unit, meaning, scatter="draws", threshold=MATTERS, samples=draws, rounding=rounding)
+    return Quantity(
+        unit,
+        meaning,
+        type=type,
+        better=better,
+        scatter="draws",
+        threshold=MATTERS,
+        samples="draws",
+        rounding=rounding,
+    )
 
 
-def setting(
-    name: str, unit: str, meaning: str, *, type: Type = "whole number", threshold: float = 1e-9
-) -> Quantity:
-    """Value that describes the measurement or follows from theory. A change is neither better nor worse."""
-    return Quantity(name, unit, meaning, type=type, better=None, threshold=threshold)
+def share(meaning: str, *, scatter: Scatter | None = None) -> Any:
+    """Share of which more is better."""
+    return Quantity("share", meaning, better="more", scatter=scatter, threshold=MATTERS)
 
 
-def condition(name: str, unit: str, meaning: str, *, type: Type = "number") -> Quantity:
+def setting(unit: str, meaning: str, *, type: Type = "whole number", threshold: float = 1e-9) -> Any:
+    """Value of the measurement or of theory, of which a change is neither better nor worse."""
+    return Quantity(unit, meaning, type=type, better=None, threshold=threshold)
+
+
+def condition(unit: str, meaning: str, *, type: Type = "number") -> Any:
     """Field that is not compared."""
-    return Quantity(name, unit, meaning, type=type, better=None, compared=False)
+    return Quantity(unit, meaning, type=type, better=None, compared=False)
 
 
-# Costs: `bench`.
-declare_quantities(
-    *(
-        Quantity(
-            name,
-            "s",
-            f"{meaning}, one entry per timed call, in order.",
-            type="numbers",
-            scatter="rounds",
-            threshold=MATTERS,
-            record_field=samples,
-            samples=samples,
-        )
-        for name, samples, meaning in (
-            ("time_s", "times_s", "Wall-clock time of a call; on one CPU thread its processor time"),
-            ("device_time_s", "device_times_s", "Time of a queued call on a GPU without launch overhead"),
-        )
-    ),
-    condition(
-        "round_sizes", "", "Number of timed calls in each interleaved round, in order.", type="whole numbers"
-    ),
-    condition(
-        "kernels",
+def _times(name: str, samples: str, meaning: str) -> Any:
+    return Quantity(
+        "s",
+        f"{meaning}, one entry per timed call, in order.",
+        type="numbers",
+        scatter="rounds",
+        threshold=MATTERS,
+        name=name,
+        samples=samples,
+    )
+
+
+class Measured:
+    """Quantities of `bench`, `mse` and `recall`, each None where it was not measured."""
+
+    times_s: tuple[float, ...] | None = _times(
+        "time_s", "times_s", "Wall-clock time of a call; on one CPU thread its processor time"
+    )
+    device_times_s: tuple[float, ...] | None = _times(
+        "device_time_s", "device_times_s", "Time of a queued call on a GPU without launch overhead"
+    )
+    round_sizes: tuple[int, ...] | None = condition(
+        "", "Number of timed calls in each interleaved round, in order.", type="whole numbers"
+    )
+    kernels: str | None = condition(
         "",
         "Kernels of the calls: cpu (algorithms for its caches), flex, varlen, torch (PyTorch's operators).",
         type="text",
-    ),
-    cost("peak_bytes", "bytes", "Peak of allocated memory above the level before the call."),
-    cost("parameter_bytes", "bytes", "Size of the parameters of the backend."),
-    cost("state_bytes", "bytes", "Size of the streaming state of a causal backend after all tokens."),
-    cost("flops", "FLOP", "Floating-point operations of the matrix products of a call."),
-    setting(
-        "calibrated_on",
+    )
+    peak_bytes: int | None = cost("bytes", "Peak of allocated memory above the level before the call.")
+    parameter_bytes: int | None = cost("bytes", "Size of the parameters of the backend.")
+    state_bytes: int | None = cost(
+        "bytes", "Size of the streaming state of a causal backend after all tokens."
+    )
+    flops: int | None = cost("FLOP", "Floating-point operations of the matrix products of a call.")
+    calibrated_on: str | None = setting(
         "",
         "Inputs of the calibration of data-dependent parameters; null: none, or an earlier calibration.",
         type="text",
-    ),
-    cost("floats_read", "", "Number of floats that a query reads per head: keys and values, or a state."),
-    kinds={"time": "wall-clock time", "memory": "peak memory"},
-)
-
-# Accuracy of trained models: `recall`.
-declare_quantities(
-    Quantity(
-        "accuracy",
-        "share",
-        "Share of right answers after training.",
-        better="more",
-        scatter="seeds",
-        threshold=MATTERS,
-    ),
-    setting("chance", "share", "Expected accuracy of a guess.", type="number"),
-    setting("answers", "", "Number of answers behind the accuracy."),
-)
-
-# Approximation errors: `bench`, `mse`.
-declare_quantities(
-    error("output_mse", "squared", "Mean squared error of the output, mean over draws.", rounding=2),
-    error("output_relative_error", "relative", "Norm of the error of the output over that of the output."),
-    error("kernel_mse", "squared", "Mean squared error of the estimated softmax kernel.", rounding=2),
-    setting("kernel_value", "", "Entry of the softmax kernel that kernel_mse refers to.", type="number"),
-    setting("density", "share", "Share of the visible keys that queries read one by one.", type="number"),
-    Quantity(
-        name="covered_mass",
-        unit="share",
-        meaning="Share of the exact softmax weight on keys read one by one, mean over queries and heads.",
-        better="more",
-        threshold=MATTERS,
-    ),
-    setting("expected_kernel_mse", "squared", "Theoretical expectation of kernel_mse.", type="number"),
-    condition(
-        "compared_queries",
-        "",
-        "Number of queries of each head in the error, drawn at random; null: all.",
-        type="whole number",
-    ),
-    kinds={"error": "approximation error"},
-)
+    )
+    floats_read: int | None = cost(
+        "", "Number of floats that a query reads per head: keys and values, or a state."
+    )
+    accuracy: float | None = share("Share of right answers after training.", scatter="seeds")
+    chance: float | None = setting("share", "Expected accuracy of a guess.", type="number")
+    answers: int | None = setting("", "Number of answers behind the accuracy.")
+    output_mse: float | None = error(
+        "squared", "Mean squared error of the output, mean over draws.", rounding=2
+    )
+    output_relative_error: float | None = error(
+        "relative", "Norm of the error of the output over that of the output."
+    )
+    kernel_mse: float | None = error(
+        "squared", "Mean squared error of the estimated softmax kernel.", rounding=2
+    )
+    kernel_value: float | None = setting(
+        "", "Entry of the softmax kernel that kernel_mse refers to.", type="number"
+    )
+    density: float | None = setting(
+        "share", "Share of the visible keys that queries read one by one.", type="number"
+    )
+    covered_mass: float | None = share(
+        "Share of the exact softmax weight on keys read one by one, mean over queries and heads."
+    )
+    expected_kernel_mse: float | None = setting(
+        "squared", "Theoretical expectation of kernel_mse.", type="number"
+    )
+    texts: int | None = setting("", "Number of texts; values of draws are listed text by text.")
+    compared_queries: int | None = condition(
+        "", "Number of queries of each head in the error, drawn at random; null: all.", type="whole number"
+    )

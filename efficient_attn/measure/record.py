@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import quantiles
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -24,7 +24,7 @@ from msgspec import Meta
 from efficient_attn import limits
 from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.limits import COUNT, WHOLE_NUMBER
-from efficient_attn.measure.quantities import FIELDS, KINDS
+from efficient_attn.measure.quantities import Field, Measured, Quantity
 
 if TYPE_CHECKING:
     Options = Mapping[str, Any]
@@ -32,6 +32,7 @@ else:
     Options = Mapping[str, str | int | float | bool | None]
 
 T = TypeVar("T")
+R = TypeVar("R", bound="Record")
 
 # Version of the fields of records.
 SCHEMA = 2
@@ -113,11 +114,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return hash(self.key)
 
 
-@dataclass(frozen=True, init=False)
-class Record:
+@dataclass(frozen=True, init=False, eq=False)
+class Record(Measured):
     """A case, its status and the measured values: `Record(case=case, accuracy=0.9).accuracy`.
 
-    Every declared quantity is a keyword and an attribute, None where it was not measured.
+    Every quantity is a keyword and an attribute, None where it was not measured. A study with further ones
+    declares them in a subclass, as `Measured` does.
 
     Attributes:
         reason: Reason of every status but `ok`, and names of values that were not finite.
@@ -138,22 +140,69 @@ class Record:
         measured: Mapping[str, Any] | None = None,
         **quantities: Any,
     ) -> None:
-        if quantities and (unknown := quantities.keys() - FIELDS.keys()):
-            raise TypeError(str(UnknownNameError("quantity of a record", min(unknown), FIELDS)))
+        fields = type(self).fields()
+        if quantities and (unknown := quantities.keys() - fields.keys()):
+            raise TypeError(str(UnknownNameError("quantity of a record", min(unknown), fields)))
         values = {name: x for name, x in {**(measured or {}), **quantities}.items() if x is not None}
         vars(self).update(case=case, status=status, reason=reason, measured=values)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in FIELDS:
-            return self.measured.get(name)
-        raise AttributeError(str(UnknownNameError("quantity of a record", name, FIELDS)))
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Samples of a quantity, which have no declaration of their own."""
+            fields = type(self).fields()
+            if name in fields:
+                return self.measured.get(name)
+            raise AttributeError(str(UnknownNameError("quantity of a record", name, fields)))
+
+    @classmethod
+    @cache
+    def quantities(cls) -> dict[str, Quantity]:
+        """Quantities by name, of the base class first."""
+        declared = [x for base in reversed(cls.__mro__) for x in vars(base).values()]
+        return {quantity.name: quantity for quantity in declared if isinstance(quantity, Quantity)}
+
+    @classmethod
+    @cache
+    def fields(cls) -> dict[str, Field]:
+        """Fields of quantities and their samples by name."""
+        return {field.name: field for quantity in cls.quantities().values() for field in quantity.fields}
+
+    @classmethod
+    @cache
+    def line_type(cls) -> Any:
+        """Type of a line: the case, the status, and the quantities."""
+        status: Any = Literal[STATUSES]
+        reason = Meta(description="Reason, and names of numbers that were not finite.")
+        fields: list[Any] = [
+            ("schema", Annotated[Literal[SCHEMA], Meta(description="Version of this schema.")]),
+            ("status", Annotated[status, Meta(description="Outcome; every status but ok has a reason.")]),
+            ("reason", Annotated[str | None, reason], None),
+        ]
+        for field in cls.fields().values():
+            about = Meta(description=field.meaning)
+            fields.append((field.name, Annotated[_TYPES[field.type] | None, about], None))
+        return msgspec.defstruct("Line", fields, bases=(Case,), frozen=True, kw_only=True)
+
+    @classmethod
+    def of(cls, record: "Record") -> Self:
+        """The record as one of this class, with its quantities."""
+        if isinstance(record, cls):
+            return record
+        return cls(case=record.case, status=record.status, reason=record.reason, measured=record.measured)
+
+    def __eq__(self, record: object) -> bool:
+        if not isinstance(record, Record):
+            return NotImplemented
+        content = self.case, self.status, self.reason, self.measured
+        return content == (record.case, record.status, record.reason, record.measured)
 
     def __hash__(self) -> int:
         return hash((self.case, self.status, self.reason, frozenset(self.measured)))
 
     def row(self) -> dict[str, Any]:
         """One flat dictionary: the case, the status, then the measured values."""
-        measured = {name: self.measured[name] for name in FIELDS if name in self.measured}
+        measured = {name: self.measured[name] for name in type(self).fields() if name in self.measured}
         case = msgspec.structs.asdict(self.case)
         return {**case, "status": self.status, "reason": self.reason, **measured}
 
@@ -166,13 +215,13 @@ def replace(item: T, **values: Any) -> T:
     return dataclasses.replace(item, **values)  # type: ignore[type-var]  # any dataclass
 
 
-def merge_rows(rows: Sequence[Record]) -> dict[str, Record]:
+def merge_rows(rows: Sequence[R]) -> dict[str, R]:
     """Records by the key of their case, from rows in the order in which they were measured.
 
     Every round of a timed call is a row. Rounds since the last failure are one record; otherwise the last row
     of a case counts.
     """
-    by_case: dict[str, list[Record]] = {}
+    by_case: dict[str, list[R]] = {}
     for row in rows:
         earlier = by_case.setdefault(row.case.key, [])
         if not (row.status == "ok" and row.round_sizes and earlier and earlier[-1].status == "ok"):
@@ -181,7 +230,7 @@ def merge_rows(rows: Sequence[Record]) -> dict[str, Record]:
     return {key: parts[0] if len(parts) == 1 else merge_rounds(parts) for key, parts in by_case.items()}
 
 
-def merge_rounds(parts: Sequence[Record]) -> Record:
+def merge_rounds(parts: Sequence[R]) -> R:
     """One record with the samples of all rounds."""
     joined = {
         name: tuple(itertools.chain.from_iterable(getattr(part, name) or () for part in parts)) or None
@@ -270,7 +319,7 @@ def append(path: str | Path, record: Record) -> Record:
                     f"{path} would be larger than {limits.RECORDS_BYTES} bytes, the most that is read; "
                     "write further points to a new folder."
                 )
-            parse(data.strip(), "The record to write")
+            parse(data.strip(), "The record to write", type(record))
             # The system may write less than requested; only the result reports it.
             while data:
                 data = data[os.write(descriptor, data) :]
@@ -325,8 +374,8 @@ def write(path: Path, content: str | bytes | Mapping[str, Any]) -> Path:
     return path
 
 
-def read(path: str | Path) -> Reading:
-    """Read the records of a file. Damaged lines are left out and reported."""
+def read(path: str | Path, kind: type[Record] = Record) -> Reading:
+    """Read the records of a file, of a class. Damaged lines are left out and reported."""
     try:
         *lines, rest = limits.read_bytes(Path(path), limits.RECORDS_BYTES).split(b"\n")
     except OSError as error:
@@ -335,7 +384,7 @@ def read(path: str | Path) -> Reading:
     damaged: dict[int, str] = {}
     for number, text in enumerate(lines, start=1):
         try:
-            records += [parse(text, f"{path}, line {number}")] if text.strip() else []
+            records += [parse(text, f"{path}, line {number}", kind)] if text.strip() else []
         except DataError as error:
             damaged[number] = str(error)
             if len(damaged) > _MOST_DAMAGED:
@@ -345,38 +394,19 @@ def read(path: str | Path) -> Reading:
     return Reading(tuple(records), torn=bool(rest.strip()), damaged=damaged)
 
 
-def parse(text: bytes, source: str) -> Record:
+def parse(text: bytes, source: str, kind: type[Record] = Record) -> Record:
     """Parse the record of one line. `source` names the line in messages."""
     if len(text) > limits.RECORD_LINE_BYTES:
         raise DataError(f"{source} is longer than {limits.RECORD_LINE_BYTES} bytes, the most that is read.")
     try:
-        row = msgspec.json.decode(text, type=line_type(len(FIELDS), len(KINDS)))
+        row = msgspec.json.decode(text, type=kind.line_type())
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{source} is no record: {' '.join(str(error).split())[:200]}.") from None
     values = msgspec.structs.asdict(row)
-    measured = {name: values[name] for name in FIELDS}
+    measured = {name: values[name] for name in kind.fields()}
     for name in ("times_s", "device_times_s"):
         if None in (measured[name] or ()):
             # Null replaces a time that was not finite, named in `reason`, and is no sample.
             measured[name] = tuple(time_s for time_s in measured[name] if time_s is not None) or None
     case = msgspec.convert(row, Case, from_attributes=True)
-    return Record(case=case, status=row.status, reason=row.reason, measured=measured)
-
-
-# Declarations are only ever added, so that the numbers of fields and kinds identify the type.
-@cache
-def line_type(*counts: int) -> Any:
-    """Type of a line: the case, the status, and the quantities and kinds declared so far."""
-    kind: Any = Literal[tuple(KINDS)]
-    status: Any = Literal[STATUSES]
-    reason = Meta(description="Reason, and names of numbers that were not finite.")
-    fields: list[Any] = [
-        ("kind", Annotated[kind, Meta(description="Kind of the measurement.")]),
-        ("schema", Annotated[Literal[SCHEMA], Meta(description="Version of this schema.")]),
-        ("status", Annotated[status, Meta(description="Outcome; every status but ok has a reason.")]),
-        ("reason", Annotated[str | None, reason], None),
-    ]
-    for field in FIELDS.values():
-        about = Meta(description=field.meaning)
-        fields.append((field.name, Annotated[_TYPES[field.type] | None, about], None))
-    return msgspec.defstruct("Line", fields, bases=(Case,), frozen=True, kw_only=True)
+    return kind(case=case, status=row.status, reason=row.reason, measured=measured)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from efficient_attn.measure.quantities import FIELDS, QUANTITIES
 from efficient_attn.measure.record import Record
 from efficient_attn.report.table import NOT_MEASURED, Table
 from efficient_attn.report.text import failure_notes, show_ratio, show_spread, three_digits
@@ -26,7 +25,8 @@ def cost_cells(
 
 def flat_row(record: Record) -> dict[str, Any]:
     """One flat row: options in columns, times by their median, no raw lists."""
-    lists = {"options"} | {name for name, field in FIELDS.items() if field.type.endswith("numbers")}
+    fields = type(record).fields().items()
+    lists = {"options"} | {name for name, field in fields if field.type.endswith("numbers")}
     row = {name: value for name, value in record.row().items() if name not in lists}
     row |= {f"option_{name}": value for name, value in record.case.options.items()}
     if record.times_s:
@@ -53,7 +53,8 @@ def record_tables(records: Sequence[Record]) -> list[Table]:
     """One row per record, one column per quantity that was measured."""
     measured = [record for record in records if record.status == "ok"]
     fields = {field for record in measured for field in record.measured}
-    shown = [quantity for quantity in QUANTITIES.values() if quantity.field in fields]
+    declared = type(records[0]).quantities().values() if records else ()
+    shown = [quantity for quantity in declared if quantity.compared and quantity.field in fields]
     rows = []
     for record in measured:
         values = (_cell(getattr(record, quantity.field)) for quantity in shown)

@@ -48,7 +48,7 @@ def foreseen(points: Points, store: Store) -> dict[str, Point]:
         # A point that has not been measured succeeds, unless its study skips it.
         return [
             store.records.get(point.case.key)
-            or Record(case=point.case, status="skipped" if point.skip else "ok")
+            or store.kind(case=point.case, status="skipped" if point.skip else "ok")
             for point in points
         ]
 

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 from efficient_attn.errors import DataError, UnknownNameError
+from efficient_attn.measure.record import Record
 from efficient_attn.runs.study import Study
 
 _FOLDER = "efficient_attn.studies"
@@ -14,7 +15,7 @@ _SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 
 @cache
 def studies() -> dict[str, type[Study]]:
-    """Every study by its name. Records can hold its quantities from then on.
+    """Every study by its name.
 
     Raises:
         DataError: If something else lies in the folder.
@@ -40,13 +41,17 @@ def find(name: str) -> type[Study]:
     return studies()[name]
 
 
+@cache
+def any_record() -> type[Record]:
+    """Class of records with the quantities of all studies, for files that do not name theirs."""
+    classes = dict.fromkeys(study.record for study in studies().values())
+    derived = [x for x in classes if not any(issubclass(y, x) and y is not x for y in classes)]
+    return derived[0] if len(derived) == 1 else type("AnyRecord", (*derived,), {})
+
+
 def records_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of a line of records.jsonl."""
     import msgspec
 
-    from efficient_attn.measure.quantities import FIELDS, KINDS
-    from efficient_attn.measure.record import line_type
-
-    studies()
-    (line,) = msgspec.json.schema(line_type(len(FIELDS), len(KINDS)))["$defs"].values()
+    (line,) = msgspec.json.schema(any_record().line_type())["$defs"].values()
     return {"title": "A record of efficient-attn", "$schema": _SCHEMA, **line}

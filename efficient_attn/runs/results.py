@@ -15,7 +15,7 @@ from efficient_attn.report.table import Table, plain, to_html
 from efficient_attn.report.text import flat
 from efficient_attn.runs.default_view import flat_row, samples
 from efficient_attn.runs.header import Header, stored_header
-from efficient_attn.runs.registry import studies
+from efficient_attn.runs.registry import any_record, studies
 from efficient_attn.runs.store import ENVIRONMENT, RECORDS, open_folder, read_json, run_folder
 from efficient_attn.runs.study import Run, Study
 from efficient_attn.stats.noise_warnings import DURING, background_load, doubts
@@ -174,7 +174,8 @@ class Results:
         shown: list[Any] = []
         for kind, records in parts.items():
             study, settled = header or Header(kind(), kind.settled_type())
-            part = getattr(study, name)(records, Run(settled, load))
+            typed = [study.record.of(record) for record in records]
+            part = getattr(study, name)(typed, Run(settled, load))
             shown += part.items() if isinstance(part, dict) else part
         return shown
 
@@ -214,13 +215,13 @@ def read(*paths: str | Path) -> Results:
 
 def read_one(path: str | Path) -> Results:
     """The results in one folder, or in one file of records."""
-    studies()
     path = Path(path)
     file = path / RECORDS if path.is_dir() else path
-    reading = read_records(file)
+    environment = read_json(file.parent / ENVIRONMENT) if (file.parent / ENVIRONMENT).exists() else {}
+    header = stored_header(environment, source=str(file.parent / ENVIRONMENT))
+    reading = read_records(file, any_record() if header is None else header.study.record)
     # Rounds, and repetitions of failed measurements, are rows of their own.
     records = merge_rows(reading.records).values()
-    environment = read_json(file.parent / ENVIRONMENT) if (file.parent / ENVIRONMENT).exists() else {}
     return Results(records, environment=environment, notes=reading.notes(file.name))
 
 

@@ -17,7 +17,6 @@ from efficient_attn.report.table import short
 from efficient_attn.runs.engine import Engine
 from efficient_attn.runs.header import header, requested
 from efficient_attn.runs.progress import Progress
-from efficient_attn.runs.registry import studies
 from efficient_attn.runs.results import Results
 from efficient_attn.runs.store import (
     CODE,
@@ -90,11 +89,12 @@ def run_study(
         if folder is not None and path is not None:
             stack.enter_context(only_writer(folder))
             if resume and path.exists():
-                studies()
-                reading = read(path)
+                reading = read(path, study.record)
             if resume and (folder / ENVIRONMENT).exists():
                 stored = read_json(folder / ENVIRONMENT)
-        store = Store(path, reading.records, retry_over_budget=budget_s is not None)
+        store = Store(
+            path, reading.records, kind=study.record, retry_over_budget=budget_s is not None
+        )
         engine = Engine(
             study.points,
             store,

@@ -180,9 +180,14 @@ class Store:
     """
 
     def __init__(
-        self, path: Path | None = None, rows: Iterable[Record] = (), *, retry_over_budget: bool = False
+        self,
+        path: Path | None = None,
+        rows: Iterable[Record] = (),
+        *,
+        kind: type[Record] = Record,
+        retry_over_budget: bool = False,
     ) -> None:
-        self._path = path
+        self._path, self.kind = path, kind
         self.records = merge_rows([*rows])
         self._closed: set[str] = set()
         self._stale = {
@@ -206,7 +211,7 @@ class Store:
 
     def add(self, row: Record) -> None:
         """Write and merge a row. A repeated failure is not written twice."""
-        key = row.case.key
+        row, key = self.kind.of(row), row.case.key
         stored = self.records.get(key)
         self._stale.discard(key)
         if stored == row and not row.round_sizes:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_type_hints
 import msgspec
 
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.quantities import Quantity, declare_quantities
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table
@@ -97,18 +96,15 @@ class Study:
 
     Attributes:
         kinds: Kinds of its records.
-        quantities: Quantities of its records, the most important first.
+        record: Class of its records, with their quantities.
         budget_s: Seconds of measuring unless the user names others; None: no limit.
         settled_type: Struct that `settle` returns.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ()
-    quantities: ClassVar[tuple[Quantity, ...]] = ()
+    record: ClassVar[type[Record]] = Record
     budget_s: ClassVar[float | None] = None
     settled_type: ClassVar[type[Settled]] = Settled
-
-    def __init_subclass__(cls) -> None:
-        declare_quantities(*cls.quantities, kinds=dict.fromkeys(cls.kinds, cls.summary()))
 
     @classmethod
     def name(cls) -> str:
@@ -162,21 +158,21 @@ class Study:
         """
         raise NotImplementedError
 
-    def tables(self, records: Sequence[Record], run: Run[Any]) -> list[Table]:
+    def tables(self, records: Sequence[Any], run: Run[Any]) -> list[Table]:
         """Records as tables. By default one row per record, one column per quantity."""
         from efficient_attn.runs.default_view import record_tables
 
         return record_tables(records)
 
-    def sentences(self, records: Sequence[Record], run: Run[Any]) -> list[str]:
+    def sentences(self, records: Sequence[Any], run: Run[Any]) -> list[str]:
         """A few sentences computed from the records, the conclusion first."""
         return []
 
-    def plots(self, records: Sequence[Record], run: Run[Any]) -> dict[str, Plot]:
+    def plots(self, records: Sequence[Any], run: Run[Any]) -> dict[str, Plot]:
         """Plots by the name of their files."""
         return {}
 
-    def files(self, records: Sequence[Record], run: Run[Any]) -> dict[str, str]:
+    def files(self, records: Sequence[Any], run: Run[Any]) -> dict[str, str]:
         """Further files: {name: text}."""
         return {}
 

@@ -5,12 +5,12 @@ and trainings from several seeds are compared pair by pair, by Student's 95 % in
 All other numbers are reproduced by their case and compared exactly.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from efficient_attn.measure.quantities import KINDS, QUANTITIES, Quantity
+from efficient_attn.measure.quantities import Quantity
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.stats.estimates import Namer, call_time, half_width, namer, on_device, time_ratio
 
@@ -75,9 +75,11 @@ class RunComparison:
         return tuple(change for change in self.changes if change.verdict == verdict)
 
 
-def names() -> tuple[str, ...]:
-    """Names of --fail-on: kinds of records, then quantities."""
-    return (*KINDS, *QUANTITIES)
+def compared_quantities(records: Iterable[Record]) -> dict[str, Quantity]:
+    """Quantities by which two runs are compared, by name."""
+    classes: dict[type[Record], None] = dict.fromkeys(map(type, records))
+    quantities = {name: quantity for kind in classes for name, quantity in kind.quantities().items()}
+    return {name: quantity for name, quantity in quantities.items() if quantity.compared}
 
 
 def compare_runs(
@@ -130,7 +132,7 @@ def _changes(old: _Side, new: _Side, name: Namer, thresholds: Mapping[str, float
     yield from _status_change(change, old, new)
     seeds = [seed for seed in old if seed in new and old[seed].status == new[seed].status == "ok"]
     pairs = [(old[seed], new[seed]) for seed in seeds]
-    for quantity in QUANTITIES.values() if pairs else ():
+    for quantity in compared_quantities([record for pair in pairs for record in pair]).values():
         named = replace(change, quantity=quantity.name)
         if quantity.type == "text":
             texts = [

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from statistics import NormalDist, median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,8 @@ from efficient_attn.measure.variants import CEILING, YARDSTICK
 from efficient_attn.operation_counts import softmax_matmuls, visible_pairs
 
 Floats = NDArray[np.float64]
+
+R = TypeVar("R", bound=Record)
 
 # Tail probability on either side of a 95 % interval.
 OUTSIDE = 0.025
@@ -262,9 +264,9 @@ def speed_ups(all_curves: Sequence[Curve]) -> list[SpeedUp]:
     return compared
 
 
-def grouped(records: Iterable[Record], *fields: str) -> list[list[Record]]:
+def grouped(records: Iterable[R], *fields: str) -> list[list[R]]:
     """Group records by fields of their cases, the last of equal cases."""
-    groups: dict[tuple[Any, ...], list[Record]] = {}
+    groups: dict[tuple[Any, ...], list[R]] = {}
     for record in {record.case.key: record for record in records}.values():
         groups.setdefault(tuple(getattr(record.case, name) for name in fields), []).append(record)
     return list(groups.values())

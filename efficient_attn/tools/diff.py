@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
-from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.measure.units import show
 from efficient_attn.report.table import Table, to_html
-from efficient_attn.runs.registry import studies
+from efficient_attn.runs.registry import any_record, studies
 from efficient_attn.runs.results import Results, read_one
 from efficient_attn.runs.store import GPU_SOFTWARE, differences
 from efficient_attn.stats.diff import (
@@ -22,7 +21,6 @@ from efficient_attn.stats.diff import (
     Change,
     RunComparison,
     compare_runs,
-    names,
 )
 
 # Entries of the environment that identify the machine, and others that affect results.
@@ -38,6 +36,12 @@ _MOST_NAMES = 12
 _COLUMNS = ("case", "tokens", "quantity", "verdict", "old", "new", "new / old", "95 % interval")
 
 Run = str | Path | Results
+
+
+def names() -> tuple[str, ...]:
+    """Names of --fail-on: kinds of records, then quantities."""
+    kinds = dict.fromkeys(kind for study in studies().values() for kind in study.kinds)
+    return (*kinds, *(name for name, x in any_record().quantities().items() if x.compared))
 
 
 class Diff:
@@ -126,7 +130,6 @@ def diff(old: Run, new: Run, *, fail_on: Mapping[str, float] | None = None) -> D
     Raises:
         DataError: If a file cannot be read or holds something else.
     """
-    studies()
     for name, share in (fail_on or {}).items():
         if name not in names():
             raise UnknownNameError("quantity", name, names())
@@ -143,6 +146,7 @@ def _row(change: Change) -> tuple[str, ...]:
     bounded = change.low is not None and change.high is not None and change.low != change.high
     interval = f"{change.low:.3g} to {change.high:.3g}" if bounded else ""
     quantity = f"status of {change.kind}" if change.quantity == "status" else change.quantity
-    unit = QUANTITIES[change.quantity].unit if change.quantity in QUANTITIES else ""
+    quantity_of = any_record().quantities().get(change.quantity)
+    unit = "" if quantity_of is None else quantity_of.unit
     old, new = ("" if value is None else show(value, unit) for value in (change.old, change.new))
     return (change.name, str(change.tokens), quantity, change.verdict, old, new, ratio, interval)

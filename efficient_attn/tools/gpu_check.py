@@ -21,7 +21,6 @@ from efficient_attn.measure.variants import YARDSTICK, select
 from efficient_attn.report.table import Table, markdown_line, to_markdown
 from efficient_attn.report.text import three_digits
 from efficient_attn.runs.engine import Engine
-from efficient_attn.runs.registry import studies
 from efficient_attn.runs.store import RECORDS, Store, open_folder, read_json, run_folder
 from efficient_attn.runs.study import Points, Run, Settled
 from efficient_attn.runs.workload import Costs, Workload, settle
@@ -128,7 +127,6 @@ def _entries(kernels: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, A
 
 def show_gpu_check(folder: str | Path) -> GpuCheck:
     """Read the folder of a check, of this machine or another."""
-    studies()
     folder = Path(folder)
     verdict = read_json(folder / VERDICT)
     try:
@@ -176,7 +174,6 @@ def gpu_check(
             "gpu-check needs an NVIDIA GPU of Ampere or later, Triton and a C compiler; not all are here. "
             "--show FOLDER shows a check of another machine."
         )
-    studies()
     folder = open_folder(out or run_folder("gpu-check"), name="out", fresh=True)
     machine, variables, notes = assembler(verdict.machine(place))
     refused = verdict.refusal(machine["capability"], machine["ptxas"])

@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from itertools import product
 
 from efficient_attn.backends import SPECS
-from efficient_attn.measure import record as records
-from efficient_attn.measure.quantities import FIELDS, KINDS, QUANTITIES
 from efficient_attn.measure.record import Case, Record, append
 
 LENGTHS = (256, 512, 1024, 2048)
@@ -61,12 +59,10 @@ def folder(path, records, environment=None):
 
 @contextmanager
 def forgotten():
-    """Quantities, kinds and backends that are declared inside exist inside alone."""
-    tables = [(table, dict(table)) for table in (QUANTITIES, FIELDS, KINDS, SPECS)]
+    """Backends that are registered inside exist inside alone."""
+    before = dict(SPECS)
     try:
         yield
     finally:
-        for table, before in tables:
-            table.clear()
-            table.update(before)
-        records.line_type.cache_clear()
+        SPECS.clear()
+        SPECS.update(before)

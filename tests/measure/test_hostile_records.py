@@ -13,10 +13,10 @@ import pytest
 from parsed_pages import Page
 from synthetic_records import case, costs, errors, folder
 
-from efficient_attn.measure.quantities import FIELDS
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.report.table import csv_cell
 from efficient_attn.runs import results as redraw
+from efficient_attn.runs.registry import any_record
 
 PAYLOADS = (
     "<script>alert(1)</script>",
@@ -63,7 +63,7 @@ def report_of(path, replacement):
         Record(case=case("error", "other", 64, of="output"), **reason),
     ]
     texts = {field.name for field in msgspec.structs.fields(Case) if "str" in str(field.type)} | {"reason"}
-    texts |= {name for name, field in FIELDS.items() if field.type == "text"}
+    texts |= {name for name, field in any_record().fields().items() if field.type == "text"}
     rows = []
     for row in (record.row() for record in records):
         for name in sorted((texts - {"kind", "status", "device"}) & row.keys()):

@@ -26,7 +26,7 @@ FILE = '''
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
-from efficient_attn.measure.quantities import Quantity
+from efficient_attn.measure.quantities import cost
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.options import option
@@ -38,6 +38,10 @@ from efficient_attn.runs.study import Point, Study
 SHAPE = {"num_heads": 1, "head_dim": 1, "dtype": "float32", "device": "cpu", "threads": 1}
 
 
+class Sum(Record):
+    sum: int | None = cost("", "Sum of whole numbers.")
+
+
 @dataclass(frozen=True, eq=False)
 class Sums(Study):
     """Sum the first whole numbers.
@@ -46,7 +50,7 @@ class Sums(Study):
     """
 
     kinds = ("sum",)
-    quantities = (Quantity("sum", "", "Sum of whole numbers.", type="whole number", better="more"),)
+    record = Sum
 
     _: KW_ONLY
     seq_lens: shared.Sizes = shared.seq_lens((4, 8))
@@ -68,7 +72,7 @@ class Sums(Study):
 
 
 def _sum(case, first):
-    return Record(case=case, sum=sum(range(first, case.tokens)))
+    return Sum(case=case, sum=sum(range(first, case.tokens)))
 '''
 
 
@@ -124,7 +128,7 @@ def test_a_file_is_a_command_with_help_records_table_plot_page_and_diff(sums):
     assert json.loads((folder / "environment.json").read_text())["study"] == "sums"
     assert (folder / "sum.png").exists() and "Sums" in (folder / "report.html").read_text()
     shutil.copytree("one", "two")
-    Path("two/records.jsonl").write_text(Path("one/records.jsonl").read_text().replace(": 28", ": 26"))
+    Path("two/records.jsonl").write_text(Path("one/records.jsonl").read_text().replace(": 28", ": 30"))
     codes, out, _ = finished(sums, "diff one one --fail-on sum:5%", "diff one two --fail-on sum:5%")
     assert codes == [0, 1] and "sum " in out
 

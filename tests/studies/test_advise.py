@@ -9,16 +9,16 @@ from synthetic_records import case, timed
 
 import efficient_attn as ea
 from efficient_attn.measure import worker
-from efficient_attn.measure.record import Record, replace
+from efficient_attn.measure.record import replace
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
-from efficient_attn.runs.registry import studies
 from efficient_attn.runs.results import Results
 from efficient_attn.stats.estimates import grouped
 from efficient_attn.studies.advise.model import best_layers
+from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.advise.view import SHAPE
 
 # Studies declare the quantities of their records.
-studies()
+Record = AdviseRecord
 
 SHORT = (64, 96, 128, 160)
 

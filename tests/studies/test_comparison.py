@@ -5,13 +5,13 @@ from study_points import points_of, study
 from synthetic_records import case, timed
 
 from efficient_attn.errors import DataError
-from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import OWN
 from efficient_attn.runs.results import Results, read
 from efficient_attn.runs.study import Run, Settled
 from efficient_attn.studies.bench.comparison import comparisons
 from efficient_attn.studies.bench.tables import tables
 from efficient_attn.studies.bench.view import sentences
+from efficient_attn.studies.swap.record import SwapRecord as Record
 from efficient_attn.studies.swap.view import sentences as swap_sentences
 
 pytestmark = pytest.mark.usefixtures("hasty")
@@ -160,7 +160,7 @@ def swapped(label, distance, seconds=0.01):
 
 def swap_sentence(seconds, candidates):
     records = [*swapped(OWN, None), *swapped("window", 0.2, seconds)]
-    (text,) = swap_sentences(records, Settled(candidates=tuple(candidates)))
+    (text,) = swap_sentences([*map(Record.of, records)], Settled(candidates=tuple(candidates)))
     return text
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -12,8 +12,6 @@ import msgspec
 
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S
-from efficient_attn.measure.quantities import MATTERS, QUANTITIES, setting
-from efficient_attn.measure.record import Record
 from efficient_attn.measure.texts import Texts, long_texts, named_texts
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import DENSE, YARDSTICK, Variant, select
@@ -25,6 +23,7 @@ from efficient_attn.runs import options as shared
 from efficient_attn.runs.study import Points, Run, Study
 from efficient_attn.runs.workload import Workload, measurer_for, settle
 from efficient_attn.studies.advise.names import BOUND, HEADS, RETRIEVAL
+from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.advise.targets import AdviseSettled, Targets
 from efficient_attn.studies.bench import DEFAULT_MAX_ERROR
 from efficient_attn.studies.swap import DECIDES, OF_A_FOLDER, promising, text_option
@@ -45,8 +44,6 @@ _TARGETS = {**_OF_ATTENTION, **_OF_COSINE, **_OF_HEADS}
 
 # No target is larger; float64 has no divergence above 745 nats.
 _LARGEST = 1e3
-
-_number, _text = partial(setting, type="number", threshold=MATTERS), partial(setting, type="text")
 
 
 class _Setup(NamedTuple):
@@ -70,22 +67,7 @@ class Advise(Study):
     """
 
     kinds = ("prediction", HEADS, RETRIEVAL, BOUND)
-    quantities = (
-        *(QUANTITIES[name] for name in ("output_relative_error", "time_s")),
-        _number("predicted_speed", "", "Speed-up, predicted from earlier records."),
-        _number("predicted_speed_low", "", "Lower end of the interval of predicted_speed."),
-        _number("predicted_speed_high", "", "Upper end of the interval of predicted_speed."),
-        _text("chosen_layers", "", "Backend of each replaced layer, JSON."),
-        _text("attached_layers", "", "Backends of all attention modules, JSON."),
-        _text("head_scores", "", "Layer, key head and score of every key head, JSON."),
-        _text("ranked_by", "", "Score by which key heads were ranked."),
-        replace(_number("retrieval", "share", "Share of planted numbers that are found."), better="more"),
-        _number("retrieval_exact", "share", "retrieval of the model with its own attention."),
-        _number("retrieval_error", "share", "Standard error of the difference of both, by numbers."),
-        setting("numbers", "", "Number of planted numbers that were asked for."),
-        setting("streaming_heads", "", "Number of key heads that stream."),
-        setting("key_heads", "", "Number of key heads of the model."),
-    )
+    record = AdviseRecord
     settled_type = AdviseSettled
 
     model: Any = option(
@@ -148,22 +130,22 @@ class Advise(Study):
         """The cheapest and most promising points first, others left out by prediction."""
         return self._setup.points()
 
-    def tables(self, records: Sequence[Record], run: Run[AdviseSettled]) -> list[Table]:
+    def tables(self, records: Sequence[AdviseRecord], run: Run[AdviseSettled]) -> list[Table]:
         from efficient_attn.studies.advise.view import tables
 
         return tables(records, run.settled)
 
-    def sentences(self, records: Sequence[Record], run: Run[AdviseSettled]) -> list[str]:
+    def sentences(self, records: Sequence[AdviseRecord], run: Run[AdviseSettled]) -> list[str]:
         from efficient_attn.studies.advise.view import sentences
 
         return sentences(records, self.max_error or DEFAULT_MAX_ERROR, run)
 
-    def plots(self, records: Sequence[Record], run: Run[AdviseSettled]) -> dict[str, Plot]:
+    def plots(self, records: Sequence[AdviseRecord], run: Run[AdviseSettled]) -> dict[str, Plot]:
         from efficient_attn.studies.advise.view import plots
 
         return plots(records, self.max_error or DEFAULT_MAX_ERROR, run.settled)
 
-    def files(self, records: Sequence[Record], run: Run[AdviseSettled]) -> dict[str, str]:
+    def files(self, records: Sequence[AdviseRecord], run: Run[AdviseSettled]) -> dict[str, str]:
         from efficient_attn.studies.advise.view import files
 
         return files(records, run.settled)

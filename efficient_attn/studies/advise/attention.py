@@ -9,11 +9,12 @@ from typing import Any
 from efficient_attn.measure.accuracy import MEAN
 from efficient_attn.measure.inputs import subjects
 from efficient_attn.measure.isolation import Measurer
-from efficient_attn.measure.record import Case, Record, replace
+from efficient_attn.measure.record import Case, replace
 from efficient_attn.measure.variants import DENSE, UNIFORM_ATTENTION, YARDSTICK, Variant
 from efficient_attn.runs.study import Point, Points
 from efficient_attn.runs.workload import Costs, Workload
 from efficient_attn.stats.predicted_time import time_models
+from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.mse.points import error_point
 
 # Draws of random features.
@@ -114,4 +115,4 @@ def _call_steps(
 def _prediction(timed: Case, value: float | None, low: float | None, high: float | None) -> Point:
     case = replace(timed, kind="prediction")
     speed: Any = {"predicted_speed": value, "predicted_speed_low": low, "predicted_speed_high": high}
-    return Point(case=case, measure=partial(Record, case=case, **speed), series="prediction", cost=0.0)
+    return Point(case=case, measure=partial(AdviseRecord, case=case, **speed), series="prediction", cost=0.0)

@@ -27,12 +27,13 @@ from efficient_attn.integrations.transformers.swapping import (
 )
 from efficient_attn.measure.calls import answer
 from efficient_attn.measure.copies import PROMPTS, copies_begin
-from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.record import Case
 from efficient_attn.measure.variants import OWN, PLAN, Variant
 from efficient_attn.registry import Choice
 from efficient_attn.runs.study import Point, Points
 from efficient_attn.studies.advise.names import HEADS, RANDOM_HEADS, RETRIEVAL
 from efficient_attn.studies.advise.outcomes import Targets
+from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.swap.measure import (
     OWN_ATTENTION,
     case_of,
@@ -137,7 +138,7 @@ def _rank_point(subject: TextSubject, choice: Choice, score: str) -> Point:
     )
 
 
-def _ranked(record: Record, subject: ModelSubject) -> list[tuple[int, int]]:
+def _ranked(record: AdviseRecord, subject: ModelSubject) -> list[tuple[int, int]]:
     """(layer, key head), the least needed first, or in their order before scores are measured."""
     if record.head_scores is None:
         return [(layer, head) for layer in subject.layers for head in range(_kv_heads(subject))]
@@ -150,11 +151,11 @@ def _kv_heads(subject: ModelSubject) -> int:
     return int(subject.shared["num_kv_heads"] or subject.shared["num_heads"])
 
 
-def _scored(case: Case, subject: TextSubject, choice: Choice) -> Record:
+def _scored(case: Case, subject: TextSubject, choice: Choice) -> AdviseRecord:
     score = second_order_scores if case.options["score"] == SECOND_ORDER else head_scores
     scores = score(subject.model, subject.sites, subject.texts, choice)
     rows = [(layer, head, value) for layer, row in scores.items() for head, value in enumerate(row)]
-    return Record(case=case, head_scores=json.dumps(rows), ranked_by=case.options["score"])
+    return AdviseRecord(case=case, head_scores=json.dumps(rows), ranked_by=case.options["score"])
 
 
 def _variant(label: str, plan: HeadPlan, subject: ModelSubject) -> Variant:
@@ -192,13 +193,13 @@ def _retrieved(subject: TextSubject, variant: Variant) -> Point:
     )
 
 
-def _retrieval(case: Case, variant: Variant, subject: TextSubject) -> Record:
+def _retrieval(case: Case, variant: Variant, subject: TextSubject) -> AdviseRecord:
     """Share of planted numbers that the plan finds, beside the model with its own attention."""
     exact = subject.right_answers()
     with subject.replaced(variant):
         answers = subject.right_answers()
     differences = [float(a) - float(b) for a, b in zip(answers, exact, strict=True)]
-    return Record(
+    return AdviseRecord(
         case=case,
         retrieval=fmean(answers),
         retrieval_exact=fmean(exact),

@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 
 from efficient_attn.measure import worker
-from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import DENSE, PLAN, UNIFORM_ATTENTION, YARDSTICK, Variant
 from efficient_attn.runs.study import Point, Points
 from efficient_attn.runs.workload import Costs
@@ -18,6 +17,7 @@ from efficient_attn.stats.estimates import call_time, time_ratio
 from efficient_attn.stats.predicted_time import time_models
 from efficient_attn.studies.advise.attention import PROBE
 from efficient_attn.studies.advise.names import BOUND, LOSSLESS, SLIDING
+from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.swap.measure import (
     OWN_ATTENTION,
     distance_point,
@@ -115,7 +115,7 @@ def _length_steps(
 ) -> Points:
     """Windows in sliding layers, the bound, all layers, single layers, plans, verification."""
 
-    def loss_of(record: Record) -> float:
+    def loss_of(record: AdviseRecord) -> float:
         loss = getattr(record, quantity) if record.status == "ok" else None
         return math.inf if loss is None or math.isnan(loss) else float(loss)
 
@@ -174,7 +174,9 @@ def _length_steps(
     vars(held_out).pop("exact", None)
 
 
-def _gains_s(reference: Record, times: Sequence[tuple[Variant, Record]], num_layers: int) -> dict[str, float]:
+def _gains_s(
+    reference: AdviseRecord, times: Sequence[tuple[Variant, AdviseRecord]], num_layers: int
+) -> dict[str, float]:
     """Seconds that one replaced layer gains by label, of backends that are not clearly slower."""
     gains_s = {}
     for variant, record in times:

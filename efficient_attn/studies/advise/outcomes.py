@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 from efficient_attn.errors import DataError
 from efficient_attn.limits import read_object
-from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MODEL, OWN, PLAN, UNIFORM_ATTENTION
 from efficient_attn.report.text import compared, rounded, skipped_note
 from efficient_attn.runs.study import Run
 from efficient_attn.stats.estimates import Typical, grouped, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.advise.names import BOUND, RETRIEVAL
+from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.advise.targets import AdviseSettled, Targets, relative_recall
 from efficient_attn.studies.swap.names import WIDTH
 from efficient_attn.studies.swap.view import quantity_words
@@ -30,16 +30,16 @@ class Outcome(NamedTuple):
         side: 1: a plan within the target is clearly faster; −1: none is; 0: its times leave it open; None:
             the run ended before.
         verdict: Speed and layers of the plan, or why there is none.
-        plan: Record of the plan on held-out inputs.
+        plan: AdviseRecord of the plan on held-out inputs.
     """
 
     tokens: int
     side: int | None
     verdict: str
-    plan: Record | None
+    plan: AdviseRecord | None
 
 
-def outcomes_of(records: Sequence[Record], targets: Targets) -> list[Outcome]:
+def outcomes_of(records: Sequence[AdviseRecord], targets: Targets) -> list[Outcome]:
     """One outcome per length, the shortest first."""
     outcomes = []
     for group in grouped((record for record in records if record.case.of == MODEL), "tokens"):
@@ -57,7 +57,7 @@ def outcomes_of(records: Sequence[Record], targets: Targets) -> list[Outcome]:
     return sorted(outcomes, key=lambda outcome: outcome.tokens)
 
 
-def _bounds(records: Sequence[Record]) -> dict[str, Typical]:
+def _bounds(records: Sequence[AdviseRecord]) -> dict[str, Typical]:
     """{label: speed} of the attention that bounds all gains, and of windows in sliding layers."""
     times = {record.case.label: record for record in records if record.case.kind == BOUND and record.times_s}
     model = times.pop(OWN, None)
@@ -65,7 +65,10 @@ def _bounds(records: Sequence[Record]) -> dict[str, Typical]:
 
 
 def _verdict(
-    plan: Record | None, records: Sequence[Record], bounds: Mapping[str, Typical], targets: Targets
+    plan: AdviseRecord | None,
+    records: Sequence[AdviseRecord],
+    bounds: Mapping[str, Typical],
+    targets: Targets,
 ) -> tuple[int | None, str]:
     if plan is None:
         bound = bounds.get(UNIFORM_ATTENTION)
@@ -89,7 +92,7 @@ def _verdict(
     return speed.side_of_one, f"{open_}{compared(speed)}, with {_described(plan, layers, records)}"
 
 
-def _described(plan: Record, layers: Mapping[int, str], records: Sequence[Record]) -> str:
+def _described(plan: AdviseRecord, layers: Mapping[int, str], records: Sequence[AdviseRecord]) -> str:
     """`window in layers 0, 2–5`, or the number of key heads that stream, their loss and their recall."""
     if plan.streaming_heads is None:
         return layers_in_words(layers)
@@ -100,14 +103,14 @@ def _described(plan: Record, layers: Mapping[int, str], records: Sequence[Record
         f"{100 * relative_recall(plan):.1f} % of exact"
     )
     for record in records:
-        shares = record.retrieval, record.retrieval_exact, record.retrieval_error
-        if record.case.kind == RETRIEVAL and None not in shares:
-            share, exact, error = (100 * x for x in shares)
-            text += f", {share:.0f} % of planted numbers (the model {exact:.0f} %, ± {WIDTH * error:.1f})"
+        share, exact, error = record.retrieval, record.retrieval_exact, record.retrieval_error
+        if record.case.kind == RETRIEVAL and share is not None and exact is not None and error is not None:
+            text += f", {100 * share:.0f} % of planted numbers (the model {100 * exact:.0f} %, "
+            text += f"± {100 * WIDTH * error:.1f})"
     return text
 
 
-def model_sentences(records: Sequence[Record], run: Run[AdviseSettled]) -> list[str]:
+def model_sentences(records: Sequence[AdviseRecord], run: Run[AdviseSettled]) -> list[str]:
     """The shortest length from which a plan is faster, the verdict of every length, and code for the plan."""
     targets = run.settled.target or Targets()
     outcomes = outcomes_of(records, targets)
@@ -166,11 +169,11 @@ def layers_in_words(chosen: Mapping[int, str]) -> str:
     return " and ".join(f"{label} in layers {', '.join(layers)}" for label, layers in ranges.items())
 
 
-def is_time(record: Record) -> bool:
+def is_time(record: AdviseRecord) -> bool:
     return record.case.kind == "time" and record.status == "ok" and bool(record.times_s)
 
 
-def skipped_points(records: Sequence[Record]) -> str:
+def skipped_points(records: Sequence[AdviseRecord]) -> str:
     """A remark on points that did not fit. Empty if all did."""
     # Of a resumed run the skipped plan may be another plan than the measured one.
     count = sum(record.status == "skipped" for record in records if record.case.backend != PLAN)

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from efficient_attn.measure.record import Record
 from efficient_attn.runs.study import Settled
+from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.swap.names import NAMES, WIDTH
 
 _Limit = Annotated[float, msgspec.Meta(ge=0)]
@@ -24,12 +24,12 @@ class Targets(msgspec.Struct, frozen=True):
         loss, recall = self.max_loss or 0.0, self.min_recall or 0.0
         return Targets(self.quantity, self.limit / 2, loss / 2, (1 + recall) / 2)
 
-    def missed(self, record: Record) -> list[str]:
+    def missed(self, record: AdviseRecord) -> list[str]:
         """Names of the targets that a record misses, measured or not."""
         bounds = [(NAMES[self.quantity].partition(",")[0], getattr(record, self.quantity), self.limit)]
         if self.max_loss is not None and self.min_recall is not None:
-            loss = record.loss_difference, record.loss_difference_error
-            upper_loss = None if None in loss else loss[0] + WIDTH * loss[1]
+            loss, error = record.loss_difference, record.loss_difference_error
+            upper_loss = None if loss is None or error is None else loss + WIDTH * error
             recall = -relative_recall(record)
             bounds += [("loss", upper_loss, self.max_loss), ("recall", recall, -self.min_recall)]
         return [name for name, value, most in bounds if value is None or not value <= most]
@@ -41,7 +41,7 @@ class AdviseSettled(Settled, frozen=True, kw_only=True):
     target: Targets | None = None
 
 
-def relative_recall(record: Record) -> float:
+def relative_recall(record: AdviseRecord) -> float:
     """Recall of copies over that of exact attention. 0 where exact attention recalls nothing."""
     if record.copy_recall is None or not record.copy_recall_exact:
         return 0.0

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import DENSE, MODEL, PLAN, UNIFORM_ATTENTION, YARDSTICK
 from efficient_attn.report.figures import LIMIT_STYLE, UNIFORM_STYLE, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import NOT_MEASURED, PREDICTED, Table, brief
@@ -31,7 +30,8 @@ from efficient_attn.studies.advise.outcomes import (
     outcomes_of,
     skipped_points,
 )
-from efficient_attn.studies.advise.targets import AdviseSettled, Targets
+from efficient_attn.studies.advise.record import AdviseRecord
+from efficient_attn.studies.advise.targets import AdviseSettled, Targets, relative_recall
 from efficient_attn.studies.bench.tables import crossover_cell
 from efficient_attn.studies.bench.view import HIGHEST, MARKS, cost_plot
 from efficient_attn.studies.swap.view import tables as swap_tables
@@ -48,7 +48,7 @@ _NOTES = (
 _VERIFIED = {PLAN: "the plan, other texts", RANDOM_HEADS: "random heads, other texts"}
 
 
-def tables(records: Sequence[Record], settled: AdviseSettled) -> list[Table]:
+def tables(records: Sequence[AdviseRecord], settled: AdviseSettled) -> list[Table]:
     """The tables of a model, or of attention alone."""
     if _of_model(records, settled):
         done = [record for record in records if record.case.of == MODEL and record.status != "skipped"]
@@ -56,7 +56,7 @@ def tables(records: Sequence[Record], settled: AdviseSettled) -> list[Table]:
     return [table for shape in grouped(records, *SHAPE) for table in _attention_tables(shape)]
 
 
-def sentences(records: Sequence[Record], max_error: float, run: Run[AdviseSettled]) -> list[str]:
+def sentences(records: Sequence[AdviseRecord], max_error: float, run: Run[AdviseSettled]) -> list[str]:
     """The verdict of each length of a model, or of each shape of attention alone."""
     if _of_model(records, run.settled):
         return model_sentences(records, run)
@@ -64,7 +64,7 @@ def sentences(records: Sequence[Record], max_error: float, run: Run[AdviseSettle
     return [text for shape in shapes for text in _attention_sentences(shape, max_error, run.settled)]
 
 
-def plots(records: Sequence[Record], max_error: float, settled: AdviseSettled) -> dict[str, Plot]:
+def plots(records: Sequence[AdviseRecord], max_error: float, settled: AdviseSettled) -> dict[str, Plot]:
     """Times against tokens: of attention alone, with errors, or of the model.
 
     Of a plan of key heads, its divergence and recall in place of the times of one length.
@@ -80,15 +80,14 @@ def plots(records: Sequence[Record], max_error: float, settled: AdviseSettled) -
     return {"advise": _attention_plot(shapes, max_error)} if shapes else {}
 
 
-def _heads_plot(records: Sequence[Record]) -> Plot:
+def _heads_plot(records: Sequence[AdviseRecord]) -> Plot:
     """Divergence and recall against the number of streaming heads, at the longest length."""
     tokens = max(record.case.tokens for record in records)
     longest = [record for record in records if record.case.tokens == tokens]
-    lines: dict[str, list[tuple[int, float, float]]] = {}
-    for record in sorted(longest, key=lambda record: record.streaming_heads):
+    lines: dict[str, list[tuple[int, float | None, float]]] = {}
+    for record in sorted(longest, key=lambda record: record.streaming_heads or 0):
         trial = f"by {record.ranked_by or 'rank'}, texts that choose"
-        recall = 100 * record.copy_recall / record.copy_recall_exact
-        point = record.streaming_heads, record.next_token_kl, recall
+        point = record.streaming_heads or 0, record.next_token_kl, 100 * relative_recall(record)
         lines.setdefault(_VERIFIED.get(record.case.label, trial), []).append(point)
     styles = line_styles([(label, label) for label in lines])
     axes = Axis("divergence, nats", "log", show_error), Axis("recall, % of exact")
@@ -96,21 +95,21 @@ def _heads_plot(records: Sequence[Record]) -> Plot:
     for column, axis in enumerate(axes, start=1):
         series = []
         for label, points in lines.items():
-            x, y = (tuple(point[place] for point in points) for place in (0, column))
+            x, y = tuple(point[0] for point in points), tuple(point[column] for point in points)
             series.append(Series(label, x, y, styles[label]))
         charts.append(Chart(Axis(f"streaming key heads, of {longest[0].key_heads}"), axis, tuple(series)))
     title = f"Key heads that stream, {tokens} tokens"
     return Plot(title, setting(longest[0].case), (tuple(charts),))
 
 
-def files(records: Sequence[Record], settled: AdviseSettled) -> dict[str, str]:
+def files(records: Sequence[AdviseRecord], settled: AdviseSettled) -> dict[str, str]:
     """The plan of the longest length at which one is faster, as `attach` takes it."""
     faster = [outcome for outcome in outcomes_of(records, settled.target or Targets()) if outcome.side == 1]
     attached = attached_plan(faster[-1]) if faster else None
     return {} if attached is None else {LAYERS: json.dumps(attached, indent=2) + "\n"}
 
 
-def _of_model(records: Sequence[Record], settled: AdviseSettled) -> bool:
+def _of_model(records: Sequence[AdviseRecord], settled: AdviseSettled) -> bool:
     return settled.target is not None or any(record.case.of == MODEL for record in records)
 
 
@@ -123,7 +122,7 @@ class Row(NamedTuple):
     speeds: dict[int, Typical]
 
 
-def rows_of(records: Sequence[Record]) -> list[Row]:
+def rows_of(records: Sequence[AdviseRecord]) -> list[Row]:
     """All backends with an error or a time: exact attention, then the smallest error first."""
     rows = {record.case.label: Row(record.case.label, record.case.backend, {}, {}) for record in records}
     times = {(record.case.label, record.case.tokens): record for record in records if is_time(record)}
@@ -148,7 +147,7 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
     return sorted(ordered, key=lambda row: (row.backend != YARDSTICK, *map(median, row.errors.values())))
 
 
-def _attention_tables(records: Sequence[Record]) -> list[Table]:
+def _attention_tables(records: Sequence[AdviseRecord]) -> list[Table]:
     """Errors at every length, the speed at the longest length, and the crossover."""
     rows = rows_of(records)
     lengths = sorted({tokens for row in rows for tokens in row.errors})
@@ -189,7 +188,7 @@ def _start(row: Row) -> str:
     return crossover_cell(row.speeds) if len(row.speeds) > 1 else ""
 
 
-def _attention_sentences(records: Sequence[Record], limit: float, settled: Settled) -> list[str]:
+def _attention_sentences(records: Sequence[AdviseRecord], limit: float, settled: Settled) -> list[str]:
     """The backends within the error limit on every layer and at every length, or the nearest one."""
     rows, times = rows_of(records), [record for record in records if record.case.kind == "time"]
     if not times:
@@ -238,13 +237,13 @@ def _in_words(row: Row) -> str:
     return f"{row.label} ({', '.join(parts)})"
 
 
-def _shown_times(records: Sequence[Record]) -> list[Record]:
+def _shown_times(records: Sequence[AdviseRecord]) -> list[AdviseRecord]:
     """Times of the backends that have a row: a budget may end with times of exact attention alone."""
     labels = {row.label for row in rows_of(records)}
     return [record for record in records if is_time(record) and record.case.label in labels]
 
 
-def _attention_plot(shapes: Sequence[Sequence[Record]], max_error: float) -> Plot:
+def _attention_plot(shapes: Sequence[Sequence[AdviseRecord]], max_error: float) -> Plot:
     """For each shape times of calls and errors of the worst layer, with one legend for all."""
     rows = []
     for shape in shapes:

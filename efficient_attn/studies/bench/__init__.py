@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.clock import COLD
 from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S, Measurer
-from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.measure.record import DECODED, Record
 from efficient_attn.measure.units import parse_seconds, parse_sizes
 from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, joint_name, select
@@ -66,20 +65,6 @@ class Bench(Study):
     """
 
     kinds = ("time", "memory", "error")
-    quantities = tuple(
-        QUANTITIES[name]
-        for name in (
-            "time_s",
-            "device_time_s",
-            "peak_bytes",
-            "parameter_bytes",
-            "state_bytes",
-            "output_relative_error",
-            "output_mse",
-            "density",
-            "covered_mass",
-        )
-    )
     budget_s = 90.0
 
     backends: shared.Backends = shared.backends()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
-from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import parse_names, parse_sizes
 from efficient_attn.measure.variants import select
@@ -58,19 +57,6 @@ class Mse(Study):
     """
 
     kinds = ("error",)
-    quantities = tuple(
-        QUANTITIES[name]
-        for name in (
-            "output_relative_error",
-            "output_mse",
-            "density",
-            "covered_mass",
-            "kernel_mse",
-            "expected_kernel_mse",
-            "kernel_value",
-            "flops",
-        )
-    )
     budget_s = 300.0
 
     backends: shared.Backends = shared.backends()

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
 
-from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import DENSE, YARDSTICK, Variant, select
@@ -34,7 +33,6 @@ class Recall(Study):
     """
 
     kinds = ("recall",)
-    quantities = tuple(QUANTITIES[name] for name in ("accuracy", "chance", "answers", "floats_read"))
     budget_s = 300.0
 
     backends: shared.Backends = shared.backends()

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.quantities import QUANTITIES, error, setting
-from efficient_attn.measure.record import Record
 from efficient_attn.measure.texts import Texts, named_texts, text_files
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, Variant, select
@@ -18,6 +16,7 @@ from efficient_attn.report.table import Table
 from efficient_attn.runs import options as shared
 from efficient_attn.runs.study import Points, Run, Settled, Study
 from efficient_attn.runs.workload import Workload, settle
+from efficient_attn.studies.swap.record import SwapRecord
 
 if TYPE_CHECKING:
     from efficient_attn.studies.swap.subject import ModelSubject
@@ -65,33 +64,7 @@ class Swap(Study):
     """
 
     kinds = ("swap", "time", "memory")
-    # Errors are means over texts and draws.
-    quantities = (
-        error(
-            "hidden_relative_error", "relative", "Norm of the error of the last hidden states over theirs."
-        ),
-        error("mean_pool_distance", "1 − cosine", "1 − cosine of the mean of the last hidden states."),
-        error("next_token_kl", "nats", "Divergence of exact from computed next-token distributions."),
-        error("perplexity", "", "Perplexity of the texts.", rounding=0),
-        replace(
-            error("loss_difference", "nats", "Loss less that of exact attention.", rounding=0),
-            type="signed number",
-        ),
-        error("loss_difference_error", "nats", "Standard error of loss_difference, by blocks of 64 tokens."),
-        *(
-            replace(error(name, "share", meaning, rounding=0), better="more")
-            for name, meaning in (
-                ("copy_recall", "Share of tokens predicted right in copies of passages further back."),
-                ("copy_recall_exact", "copy_recall of exact attention."),
-                ("copy_recall_error", "Standard error of the difference of both, by passages."),
-            )
-        ),
-        QUANTITIES["output_relative_error"],
-        error("output_distance", "1 − cosine", "1 − cosine of the output of a model with its own inputs."),
-        setting("texts", "", "Number of texts; values of draws are listed text by text."),
-        QUANTITIES["time_s"],
-        QUANTITIES["peak_bytes"],
-    )
+    record = SwapRecord
     budget_s = 600.0
 
     model: Any = option(None, shared.MODEL_HELP, metavar="MODEL", argument=True)
@@ -155,12 +128,12 @@ class Swap(Study):
                 for layer in layers if variant is not OWN_ATTENTION else ():
                     yield distance_point(subject, variant, layer, draws=self.draws)
 
-    def tables(self, records: Sequence[Record], run: Run[Settled]) -> list[Table]:
+    def tables(self, records: Sequence[SwapRecord], run: Run[Settled]) -> list[Table]:
         from efficient_attn.studies.swap.view import tables
 
         return tables(records)
 
-    def sentences(self, records: Sequence[Record], run: Run[Settled]) -> list[str]:
+    def sentences(self, records: Sequence[SwapRecord], run: Run[Settled]) -> list[str]:
         from efficient_attn.studies.swap.view import sentences
 
         return sentences(records, run.settled)

@@ -16,6 +16,7 @@ from efficient_attn.measure.worker import memory_of, time_of
 from efficient_attn.options import SEED
 from efficient_attn.runs.study import Point
 from efficient_attn.studies.swap.names import KL
+from efficient_attn.studies.swap.record import SwapRecord
 from efficient_attn.studies.swap.subject import ModelSubject
 
 # The model with its own attention.
@@ -88,8 +89,8 @@ def plan_point(subject: ModelSubject, variant: Variant, chosen: Mapping[Any, str
 
 def _plan_record(
     case: Case, variant: Variant, subject: ModelSubject, chosen: Mapping[Any, str], values: Mapping[str, Any]
-) -> Record:
-    record = distance(case, variant, subject, draws=1) if chosen else Record(case=case)
+) -> SwapRecord:
+    record = distance(case, variant, subject, draws=1) if chosen else SwapRecord(case=case)
     attached = json.dumps(subject.plan(variant)) if chosen else None
     return replace(record, chosen_layers=json.dumps(chosen), attached_layers=attached, **values)
 
@@ -109,7 +110,7 @@ def cost(case: Case, variant: Variant, subject: ModelSubject, *, seconds: float 
     return answer(case, measured)
 
 
-def distance(case: Case, variant: Variant, subject: ModelSubject, draws: int) -> Record:
+def distance(case: Case, variant: Variant, subject: ModelSubject, draws: int) -> SwapRecord:
     """Distance of the model's outputs from the original, for every text and draw of random features."""
     # The exact outputs are computed before the attention is replaced.
     by_text: list[list[dict[str, float]]] = [[] for _ in subject.exact]
@@ -126,4 +127,4 @@ def distance(case: Case, variant: Variant, subject: ModelSubject, draws: int) ->
         values[f"{name}_draws"] = tuple(part[name] for part in distances)
         values[name] = fmean(values[f"{name}_draws"])
     inputs = subject.calibrated_on if calibrated else None
-    return Record(case=case, texts=subject.num_texts, calibrated_on=inputs, **values)
+    return SwapRecord(case=case, texts=subject.num_texts, calibrated_on=inputs, **values)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.record import Case
 from efficient_attn.measure.variants import MODEL, OWN, UNIFORM_ATTENTION, YARDSTICK
 from efficient_attn.report.table import NOT_MEASURED, ORIGINAL, Table
 from efficient_attn.report.text import (
@@ -30,6 +30,7 @@ from efficient_attn.studies.swap.names import (
     RECALL,
     WIDTH,
 )
+from efficient_attn.studies.swap.record import SwapRecord
 
 # Quantities that decide, in order of preference.
 _DECISIVE = (KL, MEAN_POOL, HIDDEN, OUTPUT)
@@ -50,11 +51,11 @@ class SwapRow(NamedTuple):
 
     label: str
     backend: str
-    whole: Record | None
+    whole: SwapRecord | None
     alone: Mapping[int, float]
-    timed: Record | None
+    timed: SwapRecord | None
     peak_bytes: int | None
-    failed: tuple[Record, ...]
+    failed: tuple[SwapRecord, ...]
 
 
 class SwappedModel(NamedTuple):
@@ -63,20 +64,20 @@ class SwappedModel(NamedTuple):
     case: Case
     rows: tuple[SwapRow, ...]
     quantity: str
-    records: tuple[Record, ...]
+    records: tuple[SwapRecord, ...]
 
     @property
-    def reference(self) -> Record | None:
+    def reference(self) -> SwapRecord | None:
         """The times of the original model."""
         return next((row.timed for row in self.rows if row.backend == OWN), None)
 
 
-def swaps(records: Iterable[Record]) -> tuple[SwappedModel, ...]:
+def swaps(records: Iterable[SwapRecord]) -> tuple[SwappedModel, ...]:
     """One per model, set of texts and setting."""
     return tuple(map(_swap, grouped((record for record in records if record.case.of == MODEL), *_SHARED)))
 
 
-def _swap(records: Sequence[Record]) -> SwappedModel:
+def _swap(records: Sequence[SwapRecord]) -> SwappedModel:
     wholes = [record for record in records if record.case.layer is None]
     measured = (name for name in _DECISIVE if any(getattr(whole, name) is not None for whole in wholes))
     quantity = next(measured, HIDDEN)
@@ -85,7 +86,7 @@ def _swap(records: Sequence[Record]) -> SwappedModel:
     return SwappedModel(records[0].case, tuple(rows), quantity, tuple(records))
 
 
-def _row(records: Sequence[Record], quantity: str) -> SwapRow:
+def _row(records: Sequence[SwapRecord], quantity: str) -> SwapRow:
     case, ok = records[0].case, [record for record in records if record.status == "ok"]
     swapped = {record.case.layer: record for record in records if record.case.kind == "swap"}
     alone = {layer: getattr(record, quantity) for layer, record in swapped.items() if layer is not None}
@@ -101,12 +102,12 @@ def _row(records: Sequence[Record], quantity: str) -> SwapRow:
     )
 
 
-def tables(records: Sequence[Record]) -> list[Table]:
+def tables(records: Sequence[SwapRecord]) -> list[Table]:
     """All layers swapped. Then each layer alone, where it was measured."""
     return [table for swap in swaps(records) for table in (_whole(swap), *_alone(swap))]
 
 
-def sentences(records: Sequence[Record], settled: Settled) -> list[str]:
+def sentences(records: Sequence[SwapRecord], settled: Settled) -> list[str]:
     """The nearest backend to each model."""
     return [sentence for swap in swaps(records) if (sentence := _nearest(swap, settled))]
 

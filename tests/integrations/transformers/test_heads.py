@@ -16,10 +16,10 @@ from efficient_attn.integrations.transformers.loading import Opened, open_model,
 from efficient_attn.integrations.transformers.swapping import sites_of
 from efficient_attn.measure import copies
 from efficient_attn.measure.copies import FEWEST_TOKENS, copies_begin, with_copies
-from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.registry import Choice
 from efficient_attn.studies.advise.heads import head_scores, second_order_scores
+from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.swap.model import ranks_heads
 
 TOKENS = FEWEST_TOKENS + 100
@@ -167,7 +167,7 @@ def planned(monkeypatch, given_times):
         lost = not heads <= {*streamable.get(case.options.get("window"), ())}
         recall = {"copy_recall": 0.9, "copy_recall_exact": 0.9, "copy_recall_error": 0.0}
         loss = {"loss_difference": 0.0, "loss_difference_error": 0.0, "next_token_kl": float(lost)}
-        return Record(case=case, **loss, **recall)
+        return AdviseRecord(case=case, **loss, **recall)
 
     monkeypatch.setattr("efficient_attn.studies.swap.measure.distance", distance)
     answers = "efficient_attn.studies.swap.model.TextSubject.right_answers"
