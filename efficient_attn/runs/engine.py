@@ -138,7 +138,7 @@ class Engine:
         return [self._store.records.get(point.case.key) for point in points]
 
     def _measure_once(self, points: list[Point]) -> None:
-        """One record of each point that is neither stored nor skipped. An executor gets all of them."""
+        """Measure each point that is neither stored nor skipped, all at once with an executor."""
         futures = {}
         if self._executor is not None:
             due = [point for point in points if not self._store.answers(point) and point.skip is None]
@@ -218,7 +218,7 @@ class Engine:
         return self._end_s - time.monotonic()
 
     def _add(self, point: Point, row: Record | None = None) -> None:
-        """Store a row. Take a point that needs no more off the list, and show the progress."""
+        """Store a row, and show progress once its point needs no more."""
         if row is not None:
             self._store.add(row)
             if row.status == "timeout":

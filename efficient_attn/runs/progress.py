@@ -41,7 +41,7 @@ class Durations:
         self._last[point.series, point.case.kind] = _Duration(point.cost, seconds, call_s)
 
     def next_s(self, point: Point) -> float:
-        """Seconds of the point, or of its next round. A new one is like its series, its kind, or all."""
+        """Predicted seconds of a point or its next round, from its series, its kind, or all points."""
         if point.skip is not None:
             return 0.0
         last = self._last.get((point.series, point.case.kind))

@@ -1,4 +1,4 @@
-"""Studies by name: a file or folder in `efficient_attn/studies` is one. Nothing else needs editing."""
+"""Studies by name, found as files and folders of `efficient_attn/studies`."""
 
 import importlib
 import pkgutil

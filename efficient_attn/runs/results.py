@@ -122,7 +122,7 @@ class Results:
         return self._shown("sentences")
 
     def summary(self) -> list[dict[str, Any]]:
-        """Flat rows of all measurements. Of several runs each row names its own."""
+        """Flat rows of all measurements, each with the name of its run if there are several."""
         if not self.runs:
             return list(map(flat_row, self.records))
         pairs = zip(self.runs, self.records, strict=True)
@@ -137,7 +137,7 @@ class Results:
         return dict(self._shown("files"))
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write records, environment and all that is drawn. Records that are there already are not touched.
+        """Write records, environment, tables, plots and the page. Existing records stay untouched.
 
         Raises:
             DataError: If the folder cannot be written, or the records are no single run.

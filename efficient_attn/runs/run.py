@@ -38,7 +38,7 @@ from efficient_attn.stats.noise_warnings import DURING
 def prepare(
     kind: type[Study], typed: Mapping[str, Any], *, out: str | Path | None = None, resume: bool = False
 ) -> Study:
-    """The study of typed options. One that is resumed has the stored options where none is typed.
+    """Build the study of typed options, and of the stored ones if a run is resumed.
 
     Raises:
         AttentionError: If options do not fit each other, or the stored run.
@@ -62,7 +62,7 @@ def run_study(
     command: Sequence[str] = (),
     started: Callable[[int, float | None], None] = lambda points, limit_s: None,
 ) -> Results:
-    """Measure the points that are missing. With `out` every record is on the disk before the next begins.
+    """Measure the missing points. With `out`, each record is on the disk before the next begins.
 
     Args:
         start_s: Time by `time.monotonic` from which the budget counts; None: the first point's.

@@ -61,7 +61,7 @@ def run_folder(command: str) -> Path:
 def differences(
     old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], groups: Collection[str]
 ) -> str:
-    """Entries of these groups that differ: `torch.version was 2.5, is 2.6`. Empty if a side has none.
+    """Entries of these groups that differ, as `torch.version was 2.5, is 2.6`. Empty if a side has none.
 
     Args:
         groups: Names of entries, and of groups of entries such as `packages`.
@@ -116,10 +116,10 @@ def check_unchanged(
     cases: Iterable[Case],
     records: Collection[Record],
 ) -> None:
-    """Refuse to go on with a run that was measured otherwise.
+    """Refuse to resume a run of another model, machine, torch or code.
 
     Args:
-        stored: Environment of the run; `machine` is the one of now.
+        stored, machine: Environment of the run and of the present machine.
         cases: Cases of the study; `records` are the stored ones.
 
     Raises:

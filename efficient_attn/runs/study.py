@@ -51,7 +51,7 @@ Points = Generator[Point | list[Point], Any, None]
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
-    """Decisions of a study before its first point, stored with the run. A study may have further ones.
+    """Decisions of a study before its first point, stored with the run.
 
     Attributes:
         candidates: Labels of the backends that are compared.
@@ -66,7 +66,7 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
     model: Mapping[str, Any] = {}
 
     def missing(self, measured: Iterable[str]) -> str:
-        """` Not measured (2 of 5 candidates): window, linformer.`. Empty if nothing is missing."""
+        """Sentence on candidates without a measurement, or nothing."""
         done = {*measured}
         left = [label for label in self.candidates if label not in done]
         counts = f"{len(left)} of {len(self.candidates)} candidates"
@@ -190,6 +190,6 @@ def default_of(item: Field[Any]) -> Any:
 
 
 def interleaved(lines: Iterable[Iterable[Point]]) -> list[Point]:
-    """The first point of every line, then the second ones. Each case once."""
+    """First points of all lines, then second ones, each case once."""
     rows = zip_longest(*lines)
     return list({point.case.key: point for row in rows for point in row if point is not None}.values())

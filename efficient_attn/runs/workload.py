@@ -27,7 +27,7 @@ _MATRICES, _VECTORS = 2, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Workload of every backend. `settle` decides `auto` and None."""
+    """Shape, dtype and device of every call. `settle` decides `auto` and None."""
 
     of: str = "attention"
     layers: int | None = None

@@ -1,1 +1,1 @@
-"""One file or folder per study. What lies here is a command and a function of `efficient_attn`."""
+"""Studies: each file or folder is a command and a function of `efficient_attn`."""

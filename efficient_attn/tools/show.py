@@ -110,7 +110,7 @@ def show(
 
 
 def _words(inputs: str | Path, tokens: int) -> tuple[str, ...]:
-    """The token strings of the inputs. Their positions if the file has none."""
+    """Token strings of the inputs, or their positions."""
     from efficient_attn.measure.inputs import SHIPPED, read_activations, shipped
 
     if inputs in SHIPPED:

@@ -252,7 +252,7 @@ class Advise(Study):
         return {**defaults, **values}
 
     def _variants(self) -> tuple[Variant, ...]:
-        """Exact attention, then the most promising variants. No score matrices in a model unasked."""
+        """Exact attention, then the most promising variants, in a model without score matrices."""
         chosen = select(self.backends, self.options, also=True)
         if self.backends is None:
             # Loss hides that a window loses recall, which no target here measures.

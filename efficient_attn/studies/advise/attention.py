@@ -37,7 +37,7 @@ def attention_steps(
     measurer: Measurer,
     limit_bytes: int | None,
 ) -> Points:
-    """For each model errors and one round of calls. Then all rounds, and errors at shorter lengths.
+    """Measure errors and one round of calls per model, then further rounds and shorter lengths.
 
     On a busy machine a budget may end within the second model: the first is answered by then.
     """
@@ -68,7 +68,7 @@ def _layers(layers: Sequence[Any], workload: Workload, tokens: int | None = None
 def _errors(
     variants: Sequence[Variant], layers: Sequence[Any], workload: Workload
 ) -> Generator[Point | list[Point], Any, dict[str, float]]:
-    """Yield the errors on all layers up to a failure. Returns the medians by label, ∞ of failures."""
+    """Yield errors on all layers, and return medians by label, infinite after a failure."""
     medians = {}
     for variant in (variants[0], MEAN, *variants[1:]):
         errors: list[float] = []
@@ -91,7 +91,7 @@ def _near(variants: Sequence[Variant], errors: dict[str, float]) -> list[Variant
 def _call_steps(
     variants: Sequence[Variant], lengths: Sequence[int], costs: Costs
 ) -> Generator[Point | list[Point], Any, list[Point]]:
-    """Yield a round of short calls, predictions, and long calls that may be faster. Returns all calls."""
+    """Yield short calls, predictions and long calls that may be faster, and return all calls."""
     short = sorted({*PROBE, *(length for length in lengths if length <= PROBE[-1])})
     calls = [costs.point(variant, tokens) for tokens in short for variant in variants]
     records = yield [replace(call, rounds=1) for call in calls]

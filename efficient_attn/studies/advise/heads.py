@@ -102,7 +102,7 @@ def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *
 def _counted(
     subject: TextSubject, targets: Targets, choice: Choice, labels: Iterator[str]
 ) -> Generator[Point | list[Point], Any, HeadPlan | None]:
-    """Rank the heads and bisect the number that may stream. None if that was not measured to the end.
+    """Rank the heads and bisect the number that may stream, or None if a point failed.
 
     Where a third of them misses a target, a second-order score ranks them anew.
     """
@@ -159,7 +159,7 @@ def _scored(case: Case, subject: TextSubject, choice: Choice) -> AdviseRecord:
 
 
 def _variant(label: str, plan: HeadPlan, subject: ModelSubject) -> Variant:
-    """The plan as one variant. Its options tell plans apart."""
+    """The plan as one variant, identified by its options."""
     target = {}
     for layer, numbers in plan.by_layer.items():
         part = {"heads": {",".join(map(str, numbers)): tuple(plan.choice)}}
@@ -169,7 +169,7 @@ def _variant(label: str, plan: HeadPlan, subject: ModelSubject) -> Variant:
 
 
 def _planned(subject: TextSubject, label: str, plan: HeadPlan) -> Point:
-    """Loss and recall of a plan. Without heads the record is the decision for none."""
+    """Point of the loss and recall of a plan, or of the decision for no heads."""
     streaming = {str(layer): f"window in key heads {heads}" for layer, heads in plan.by_layer.items()}
     return plan_point(
         subject,
@@ -261,7 +261,7 @@ def second_order_scores(
 def _compared(
     model: Any, sites: AttentionSites, texts: Any, streaming: Choice, see: Any, *, gradients: bool = False
 ) -> Iterator[None]:
-    """The model with exact attention. `see` receives the difference of each call from one of a window.
+    """Run the model with exact attention, and pass `see` the change that a window makes in each call.
 
     With `gradients` calls with gradients are compared, not the first pass of a block that is recomputed.
     """
@@ -319,7 +319,7 @@ def _changes(difference: Tensor, out: Tensor, kv_heads: int, projection: Tensor 
 
 
 def _projected(x: Tensor, weight: Tensor | None) -> Tensor:
-    """[batch heads tokens dim] after its columns of the projection. Unchanged without a projection."""
+    """Outputs [batch heads tokens dim] after their columns of the projection, if there is one."""
     return x if weight is None else x.transpose(1, 2).flatten(2) @ weight.to(x.dtype).T
 
 

@@ -50,7 +50,7 @@ def model_steps(
     rounds: int,
     heads: Callable[[Any, Any], Points] | None = None,
 ) -> Points:
-    """Short calls of attention alone, then all points of each length. `heads` ranks those of a decoder."""
+    """Rank the `heads` of a decoder, or measure short calls, then all points of each length."""
     if heads is not None:
         for choosing, held_out in filter(lambda pair: has_copies(pair[0]), pairs):
             if not (yield from _bound_excludes(choosing, [OWN_ATTENTION], variants, rounds)):
@@ -76,7 +76,7 @@ def model_steps(
 def _lossless_windows(
     subject: ModelSubject, quantity: str
 ) -> Generator[Point | list[Point], Any, dict[int, str]]:
-    """Sliding layers as windows of the width of the model. None where these change its outputs."""
+    """Assign windows to sliding layers, unless these change the outputs."""
     if not subject.sliding:
         return {}
     loss = getattr((yield distance_point(subject, _LOSSLESS)), quantity)
@@ -86,14 +86,14 @@ def _lossless_windows(
 
 
 def _free(subject: ModelSubject) -> list[int]:
-    """Layers that may get a backend. Sliding ones are windows."""
+    """Layers without a sliding window, which may get a backend."""
     return [layer for layer in subject.layers if layer not in subject.sliding]
 
 
 def _bound_excludes(
     subject: ModelSubject, references: Sequence[Variant], variants: Sequence[Variant], rounds: int
 ) -> Generator[Point | list[Point], Any, bool]:
-    """Time the references and uniform attention. True if no attention would make the model clearly faster."""
+    """Time the references and uniform attention, and tell whether no attention is clearly faster."""
     mean = next(variant for variant in variants if variant.backend == UNIFORM_ATTENTION)
     bounded = bool(_free(subject)) and (yield distance_point(subject, mean)).status == "ok"
     timed = [*references, mean] if bounded else [*references]
@@ -211,7 +211,7 @@ def best_layers(
 
 
 def _plan_variant(label: str, layers: Mapping[int, str], variants: Sequence[Variant]) -> Variant:
-    """The backends of the layers as one variant. Its option tells plans apart."""
+    """The backends of the layers as one variant, identified by its option."""
     by_label = {variant.label: variant for variant in variants}
     target = {
         layer: (by_label[name].target, by_label[name].options) if name in by_label else (WINDOW, {})

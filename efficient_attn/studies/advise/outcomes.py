@@ -138,7 +138,7 @@ def model_sentences(records: Sequence[AdviseRecord], run: Run[AdviseSettled]) ->
 
 
 def attached_plan(outcome: Outcome) -> dict[str, Any] | None:
-    """The plan as `attach` takes it. None with a backend without a registered name, or damaged."""
+    """The plan as `attach` takes it, or None if it is damaged or a backend has no registered name."""
     try:
         text = "" if outcome.plan is None else outcome.plan.attached_layers or ""
         return read_object(text, "attached_layers")
@@ -147,7 +147,7 @@ def attached_plan(outcome: Outcome) -> dict[str, Any] | None:
 
 
 def parsed_layers(text: str | None) -> dict[int, str] | None:
-    """{layer: label} of the field `chosen_layers`. None if it is missing or damaged."""
+    """{layer: label} of the field `chosen_layers`, or None if it is missing or damaged."""
     try:
         layers = read_object(text or "", "chosen_layers")
         return {int(layer): str(label) for layer, label in layers.items()}
@@ -174,7 +174,7 @@ def is_time(record: AdviseRecord) -> bool:
 
 
 def skipped_points(records: Sequence[AdviseRecord]) -> str:
-    """A remark on points that did not fit. Empty if all did."""
+    """Remark on points that the budget skipped, if any."""
     # Of a resumed run the skipped plan may be another plan than the measured one.
     count = sum(record.status == "skipped" for record in records if record.case.backend != PLAN)
     return f" {skipped_note(count)}" if count else ""

@@ -12,7 +12,7 @@ _Limit = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Targets(msgspec.Struct, frozen=True):
-    """Largest value of the quantity that chooses. Of key heads also of the loss, and least recall."""
+    """Largest divergence or distance of a plan, and of key heads largest loss and least recall."""
 
     quantity: Literal["next_token_kl", "output_distance", "mean_pool_distance"] = "mean_pool_distance"
     limit: _Limit = 0.0
@@ -36,13 +36,13 @@ class Targets(msgspec.Struct, frozen=True):
 
 
 class AdviseSettled(Settled, frozen=True, kw_only=True):
-    """Decisions of an advice: the targets of a plan. None without a model."""
+    """Decisions of an advice, with the targets of a plan if there is a model."""
 
     target: Targets | None = None
 
 
 def relative_recall(record: AdviseRecord) -> float:
-    """Recall of copies over that of exact attention. 0 where exact attention recalls nothing."""
+    """Recall of copies relative to exact attention, 0 if exact attention recalls nothing."""
     if record.copy_recall is None or not record.copy_recall_exact:
         return 0.0
     return record.copy_recall / record.copy_recall_exact

@@ -1,4 +1,4 @@
-"""Views of an advice: of attention alone, errors, speeds and crossovers. Of a model, its plans."""
+"""Views of an advice: errors and speeds of attention alone, or plans of a model."""
 
 import json
 import math
@@ -184,7 +184,7 @@ def _show_speed(row: Row, tokens: int) -> str:
 
 
 def _start(row: Row) -> str:
-    """Cell of the crossover. Empty for a single length."""
+    """Cell of the crossover, empty for a single length."""
     return crossover_cell(row.speeds) if len(row.speeds) > 1 else ""
 
 

@@ -252,7 +252,7 @@ def _layers_of(inputs: Any, layers: Sequence[int] | None, workload: Workload) ->
 
 
 def _lengths_of_inputs(lengths: Sequence[int], subjects: Sequence[Any]) -> tuple[int, ...]:
-    """Lengths that the inputs have. Default lengths that do not fit are left out."""
+    """Lengths that the inputs have, where default ones may be left out."""
     longest = max(subject.tokens for subject in subjects)
     fitting = tuple(tokens for tokens in lengths if tokens <= longest)
     if len(fitting) < len(lengths) and (tuple(lengths) != _LENGTHS or not fitting):

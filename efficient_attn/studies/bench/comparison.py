@@ -21,7 +21,7 @@ _SHAPE = ("batch", "num_heads", "head_dim")
 
 
 class Contender(NamedTuple):
-    """Measurements of one backend or baseline. None: not measured.
+    """Measurements of one backend or baseline, None where not measured.
 
     Attributes:
         error: Relative output error, median over draws; for several layers their median and range.
@@ -93,7 +93,7 @@ class Comparison(NamedTuple):
         return max(ROUNDING, 2 * self.exact.worst if self.exact else 0.0)
 
     def front(self, quantity: str) -> tuple[Contender, ...]:
-        """Pareto front of error and this cost. Rounding errors count as equal."""
+        """Pareto front of error and this cost, with rounding errors equal."""
         points = [
             (cost, 0.0 if row.error.median <= self.rounding else row.error.median, row)
             for row in self.contenders
@@ -116,7 +116,7 @@ class Comparison(NamedTuple):
         return time_ratio(row.timed, self.exact.timed)
 
     def faster(self, contenders: Iterable[Contender], side: int = 1) -> list[Contender]:
-        """Contenders that are significantly faster than exact attention. With side 0 the unclear ones."""
+        """Contenders significantly faster than exact attention, or the unclear ones with side 0."""
         return [row for row in contenders if row.timed and self.speed(row).side_of_one == side]
 
 
@@ -187,7 +187,7 @@ def _contender(group: Sequence[Record], layers: int) -> Contender:
 
 
 def _over_layers(errors: Sequence[Record], quantity: str, layers: int) -> Middle | None:
-    """Median over draws on a single layer, median and range over several. None if one has none."""
+    """Median over draws on a single layer, median and range over several, or None."""
     medians = []
     for record in errors:
         mean, draws = getattr(record, quantity), getattr(record, f"{quantity}_draws") or ()

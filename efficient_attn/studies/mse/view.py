@@ -82,7 +82,7 @@ def quantity_in(records: Sequence[Record]) -> str:
 
 
 def panels(records: Iterable[Record], quantity: str) -> list[Panel]:
-    """One panel per input, in the order of the records. The last of equal cases counts."""
+    """One panel per input, in the order of the records."""
     measured = (record for record in records if record.case.kind == "error")
     groups = grouped(measured, "inputs", "tokens", "num_heads", "head_dim")
     return [_panel(group, quantity) for group in groups]
@@ -134,7 +134,7 @@ def _point(record: Record, quantity: str) -> ErrorPoint:
 
 
 def interval(points: Curve) -> str:
-    """`median of 6 draws and its 95 % interval`. Empty if every error was measured once."""
+    """Words for draws and their interval, empty if every error was measured once."""
     most = max(points, key=lambda point: point.samples, default=None)
     if most is None or most.samples < 2:
         return ""
@@ -284,7 +284,7 @@ def _chart(
 
 
 def _series(label: str, curve: Curve, style: Mapping[str, Any]) -> list[Series]:
-    """A line with its band. Of kernel entries points with bars, and the line of theory."""
+    """A line with its band, or points with bars and the line of theory for kernel entries."""
     points = [point for point in curve if point.size is not None]
     if not points:
         return [Series(label, (), (curve[0].value,), {**style, "marker": ""})]

@@ -69,7 +69,7 @@ class Learner(nn.Module):
 
 
 def learner(course: Course, case: Case, target: Any) -> Learner:
-    """A learner with the initial weights of every backend. Random features are drawn from the seed too."""
+    """Learner with the initial weights that all backends share, and random features of the seed."""
     options = dict(case.options)
     if SEED in options:
         options[SEED] += case.seed
@@ -108,7 +108,7 @@ def _measured(case: Case, target: Any, course: Course) -> Record:
 
 
 def _train(model: Learner, course: Course, seed: int) -> tuple[int, float]:
-    """Number of steps, and the last loss. Training ends with the first that is not finite."""
+    """Number of steps and the last loss, at which training ends if it is not finite."""
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     step, value = 0, 0.0
     while step < course.steps and math.isfinite(value):

@@ -100,7 +100,7 @@ def sentences(records: Sequence[Record]) -> list[str]:
 
 
 def plots(records: Sequence[Record]) -> dict[str, Plot]:
-    """One chart for each task. No figure if nothing was trained."""
+    """One chart for each task, if anything was trained."""
     shown = [contest for contest in contests(records) if any(row.accuracies for row in contest)]
     if not shown:
         return {}

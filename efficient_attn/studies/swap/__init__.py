@@ -111,7 +111,7 @@ class Swap(Study):
         return self._setup.notes
 
     def points(self) -> Points:
-        """All layers replaced, then time and memory, then single layers. What failed is measured once."""
+        """Replace all layers, then measure time and memory, then single layers."""
         from efficient_attn.studies.swap.measure import OWN_ATTENTION, distance_point, pass_point
 
         subjects, variants, _ = self._setup

@@ -103,7 +103,7 @@ def _row(records: Sequence[SwapRecord], quantity: str) -> SwapRow:
 
 
 def tables(records: Sequence[SwapRecord]) -> list[Table]:
-    """All layers swapped. Then each layer alone, where it was measured."""
+    """Tables of all layers swapped, and of each layer alone."""
     return [table for swap in swaps(records) for table in (_whole(swap), *_alone(swap))]
 
 
