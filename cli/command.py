@@ -208,7 +208,7 @@ def _points(study: Study) -> Any:
 
     rows = tuple(
         (point.case.label, str(point.case.tokens), point.case.kind, point.skip or "")
-        for point in foreseen(study.points(), Store()).values()
+        for point in foreseen(study.points(), Store(kind=study.record)).values()
     )
     columns = ("backend", "tokens", "measured", "reason to skip")
     return Table(f"{len(rows)} points; nothing was run", columns, rows, tuple(study.notes()))

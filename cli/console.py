@@ -99,12 +99,17 @@ def live_bar() -> Iterator[Callable[[Any], None]]:
 
     # A thread that redraws the bar would disturb measurements.
     text = TextColumn("{task.completed}/{task.total} · {task.fields[text]}", markup=False)
-    with Progress(BarColumn(20), text, console=_console(err=True), auto_refresh=False, transient=True) as bar:
-        task = bar.add_task("", total=None, text="starting")
+    bar = Progress(BarColumn(20), text, console=_console(err=True), auto_refresh=False, transient=True)
+    task = bar.add_task("", text="")
 
-        def show(step: Any) -> None:
-            spent = "" if step.spent is None else f"{100 * step.spent:.0f} % of the budget · "
-            words = plain(f"{spent}{step.left} · {step.current}")
-            bar.update(task, total=step.total, completed=step.done, text=words, refresh=True)
+    def show(step: Any) -> None:
+        # The first record starts the bar, so that notices before it have lines of their own.
+        bar.start()
+        spent = "" if step.spent is None else f"{100 * step.spent:.0f} % of the budget · "
+        words = plain(f"{spent}{step.left} · {step.current}")
+        bar.update(task, total=step.total, completed=step.done, text=words, refresh=True)
 
+    try:
         yield show
+    finally:
+        bar.stop()

@@ -60,7 +60,6 @@ class _Grouped(TyperGroup):
 app = typer.Typer(
     cls=_Grouped,
     context_settings=_WIDE,
-    no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -70,6 +69,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def _options_of_all(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     if version:
@@ -77,6 +77,9 @@ def _options_of_all(
 
         console.put(f"efficient-attn {efficient_attn.__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        for line in context.get_help().splitlines():
+            console.put(line)
 
 
 def _register(name: str) -> None:

@@ -254,18 +254,23 @@ def answer(case: Case, measured: Callable[[], Record]) -> Record:
         # Fused kernels that ran, or else algorithms for the CPU or PyTorch's operators.
         others = "cpu" if case.device == "cpu" and not only_torch() else "torch"
         return replace(record, kernels=", ".join(sorted(names)) or others)
-    except AttentionError as refusal:
-        return Record(case=case, status="unsupported", reason=one_line(str(refusal)))
     except Exception as failure:  # the backend may be external code: any exception is a result
-        reason = described(failure)
-        exhausted = isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
-        worded = isinstance(failure, RuntimeError) and any(words in reason for words in _OUT_OF_MEMORY)
-        status = "oom" if exhausted or worded else "error"
+        record = failed(case, failure)
     finally:
         torch.set_num_threads(threads)
+    return record
+
+
+def failed(case: Case, failure: Exception) -> Record:
+    """Record of an exception, after the memory that it held is released."""
+    if isinstance(failure, AttentionError):
+        return Record(case=case, status="unsupported", reason=one_line(str(failure)))
+    reason = described(failure)
+    exhausted = isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
+    worded = isinstance(failure, RuntimeError) and any(words in reason for words in _OUT_OF_MEMORY)
     gc.collect()
     if case.device.startswith("cuda"):
         # An illegal memory access ends the context of this process, and every later call raises it again.
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
-    return Record(case=case, status=status, reason=reason)
+    return Record(case=case, status="oom" if exhausted or worded else "error", reason=reason)

@@ -56,6 +56,16 @@ def foreseen(points: Points, store: Store) -> dict[str, Point]:
     return all_points
 
 
+def _measured(point: Point, **seconds: float) -> Record:
+    """Measure a point. Whatever it raises is its result."""
+    try:
+        return point.measure(**seconds)
+    except Exception as failure:  # A study may be anybody's code.
+        from efficient_attn.measure.calls import failed
+
+        return failed(point.case, failure)
+
+
 def _labels(cases: Iterable[Case]) -> set[str]:
     """Names of baselines and candidates. Uniform attention is neither."""
     return {case.label for case in cases if case.backend != UNIFORM_ATTENTION}
@@ -155,10 +165,8 @@ class Engine:
                     continue
                 start, future = time.monotonic(), futures.get(point.case.key)
                 try:
-                    record = point.measure() if future is None else future.result()
+                    record = _measured(point) if future is None else future.result()
                 except Exception as failure:  # An executor may raise anything; its failures are records too.
-                    if future is None:
-                        raise
                     reason = f"the executor failed: {described(failure)}"
                     record = Record(case=point.case, status="error", reason=reason)
                 self._durations.learn(point, record, time.monotonic() - start)
@@ -183,7 +191,7 @@ class Engine:
                     self._add(point)
                     continue
                 start = time.monotonic()
-                record = point.measure(seconds=self._round_s)
+                record = _measured(point, seconds=self._round_s)
                 seconds = time.monotonic() - start
                 spent_s[key] += seconds
                 self._durations.learn(point, record, seconds)

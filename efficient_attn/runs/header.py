@@ -1,6 +1,6 @@
 """Header of a run in environment.json: the study, its options as they were typed, and what it settled."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from hashlib import sha256
 from pathlib import Path
@@ -99,7 +99,7 @@ def _encoded(value: Any) -> Any:
         return {"path": without_home(str(value))}
     if isinstance(value, Mapping):
         return {str(name): _encoded(entry) for name, entry in value.items()}
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, Sequence):
         return [_encoded(entry) for entry in value]
     name = getattr(value, "name", getattr(value, "__name__", None))
     return {"object": name if isinstance(name, str) else type(value).__name__}

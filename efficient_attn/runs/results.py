@@ -111,7 +111,7 @@ class Results:
         """
         plots = self.plots()
         if not plots:
-            raise DataError("There is nothing to plot: no record holds a number.")
+            raise DataError("There is nothing to plot: no record holds a number that the study draws.")
         if name is not None and name not in plots:
             raise UnknownNameError("plot", name, plots)
         plot = plots[name or next(iter(plots))]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn import external
-from efficient_attn.errors import IncompleteError, OptionError
+from efficient_attn.errors import DataError, IncompleteError, OptionError
 from efficient_attn.measure.environment import between, environment, moment
 from efficient_attn.measure.record import Reading, read, write
 from efficient_attn.options import positive_number
@@ -47,6 +47,8 @@ def prepare(
         raise OptionError("resume needs out, the folder of the run to go on with.")
     path = Path(out or "") / ENVIRONMENT
     stored = read_json(path) if resume and path.exists() else {}
+    if resume and not (stored or typed or (path.parent / RECORDS).exists()):
+        raise DataError(f"out: {out} holds no run to go on with.")
     return requested(kind, typed, stored, path.parent)
 
 

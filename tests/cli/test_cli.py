@@ -35,6 +35,7 @@ def test_env_tells_the_machine_in_json_and_in_lines_and_version_that_of_the_pack
     assert json.loads(command("env", "--json")[1])["processor"]
     assert "torch.version" in command("env")[1]
     assert command("--version") == (0, f"efficient-attn {ea.__version__}\n", "")
+    assert command() == command("--help")
     assert ea.__version__ == version("efficient-attn")
 
 

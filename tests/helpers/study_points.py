@@ -16,4 +16,4 @@ def study(name, *arguments, **options):
 
 
 def points_of(study):
-    return list(foreseen(study.points(), Store()).values())
+    return list(foreseen(study.points(), Store(kind=study.record)).values())

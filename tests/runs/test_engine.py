@@ -101,6 +101,16 @@ def test_a_failed_point_is_a_record_and_takes_no_further_turns():
     assert calls.count("bad") == 2 and calls.count("good") == ROUNDS + 1
 
 
+@pytest.mark.parametrize("kind", ["time", "memory"])
+def test_whatever_a_study_raises_at_a_point_is_the_record_of_the_point(kind):
+    def broken(case, **settings):
+        raise ValueError("it broke") if case.label == "bad" else ea.UnsupportedError("Not this one.")
+
+    _, records = run(entries("bad", "refused", lengths=(16,), kinds=(kind,), measure=broken))
+    outcomes = [(record.status, record.reason) for record in records]
+    assert {*outcomes} == {("error", "ValueError: it broke"), ("unsupported", "Not this one.")}
+
+
 @pytest.mark.parametrize("calls", [1, 2, 5, 9, 20])
 def test_a_run_interrupted_anywhere_and_resumed_measures_the_rest_alone(tmp_path, calls):
     path, seen, begun = tmp_path / "records.jsonl", [], []

@@ -133,6 +133,8 @@ def test_environments_and_threads_are_not_mixed(folder):
         run(resume=True)
     with pytest.raises(DataError, match="out: out has study=bench, not mse; name a new folder"):
         ea.mse(["window"], seq_lens=16, out="out", resume=True)
+    with pytest.raises(DataError, match=r"^out: absent holds no run to go on with\.$"):
+        bench(out="absent", resume=True)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the lock is one of POSIX")
