@@ -82,7 +82,7 @@ def run_study(
         raise OptionError(f"progress is a function of a Progress, such as print, not {progress!r}.")
     if budget_s not in (None, math.inf):
         positive_number("budget_s", budget_s)
-    limit_s = study.limit_s() if budget_s is None else budget_s
+    limit_s = study.default_budget_s() if budget_s is None else budget_s
     settled = study.settled
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
     with ExitStack() as stack:

@@ -61,7 +61,7 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
 
     candidates: tuple[str, ...] = ()
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: str | None = None
     threads: int | None = None
     model: Mapping[str, Any] = {}
 
@@ -134,7 +134,7 @@ class Study:
         """Load the inputs and decide what the options leave open."""
         return self.settled_type()
 
-    def limit_s(self) -> float | None:
+    def default_budget_s(self) -> float | None:
         """Seconds of measuring by default."""
         return self.budget_s
 

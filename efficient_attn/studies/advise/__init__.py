@@ -114,7 +114,7 @@ class Advise(Study):
     def settle(self) -> AdviseSettled:
         return self._setup.settled
 
-    def limit_s(self) -> float:
+    def default_budget_s(self) -> float:
         return _BUDGET_S if self.model is None else _MODEL_BUDGET_S
 
     def point_limit_s(self) -> float:
