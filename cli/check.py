@@ -6,10 +6,10 @@ from typing import Annotated, Any
 import typer
 
 from efficient_attn.measure.units import parse_names
-from efficient_attn.runs.options import RUNS_CODE
+from efficient_attn.runs.shared_options import RUNS_CODE
 
 from . import DONE, REGRESSION, console
-from .options import JsonOption, SeedOption
+from .flags import JsonOption, SeedOption
 
 _TIMEOUT = "Time limit of one check; a check that takes longer is broken."
 _SIGNATURE = "Library whose signature the function has: plain, sdpa or flash-attn."

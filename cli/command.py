@@ -20,7 +20,7 @@ from efficient_attn.errors import IncompleteError, OptionError
 from efficient_attn.runs.study import Study, default_of
 
 from . import DONE, INTERRUPTED, NOTHING_MEASURED, SOME_NOT_MEASURED, console
-from .options import OutOption
+from .flags import OutOption
 
 
 def _show_all(context: typer.Context, show: bool) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from . import DONE, NOTHING_MEASURED, REGRESSION, console
-from .options import JsonOption
+from .flags import JsonOption
 
 
 def diff(

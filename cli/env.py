@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from . import console
-from .options import JsonOption
+from .flags import JsonOption
 
 
 def env_command(

@@ -10,7 +10,7 @@ import typer
 from efficient_attn.errors import OptionError
 
 from . import DONE, REGRESSION, SOME_NOT_MEASURED, console
-from .options import OutOption
+from .flags import OutOption
 
 
 def gpu_check_command(

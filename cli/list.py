@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from . import console
-from .options import JsonOption
+from .flags import JsonOption
 
 # Promises shown by the table; JSON holds all of them.
 _SHOWN = ("causal", "cross", "key_mask", "exact", "averages")

@@ -9,7 +9,7 @@ import typer
 from efficient_attn.measure.units import parse_names
 
 from . import DONE, SOME_NOT_MEASURED, console
-from .options import BackendOption, OutOption, SeedOption, SetOption
+from .flags import BackendOption, OutOption, SeedOption, SetOption
 
 
 def show_command(

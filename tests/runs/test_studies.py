@@ -32,7 +32,7 @@ from efficient_attn.measure.units import parse_sizes
 from efficient_attn.options import option
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
 from efficient_attn.report.table import Table
-from efficient_attn.runs import options as shared
+from efficient_attn.runs import shared_options as shared
 from efficient_attn.runs.study import Point, Study
 
 SHAPE = {"num_heads": 1, "head_dim": 1, "dtype": "float32", "device": "cpu", "threads": 1}

@@ -19,7 +19,7 @@ from efficient_attn.options import option, positive_number
 from efficient_attn.problem import positive_count
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table
-from efficient_attn.runs import options as shared
+from efficient_attn.runs import shared_options as shared
 from efficient_attn.runs.study import Points, Run, Study
 from efficient_attn.runs.workload import Workload, measurer_for, settle
 from efficient_attn.studies.advise.names import BOUND, HEADS, RETRIEVAL

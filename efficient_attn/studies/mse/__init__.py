@@ -15,7 +15,7 @@ from efficient_attn.options import SEED, option
 from efficient_attn.problem import positive_count
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table
-from efficient_attn.runs import options as shared
+from efficient_attn.runs import shared_options as shared
 from efficient_attn.runs.study import Point, Points, Run, Settled, Study, interleaved
 from efficient_attn.runs.workload import Workload, settle
 

@@ -11,7 +11,7 @@ from efficient_attn.options import option
 from efficient_attn.problem import positive_count
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table
-from efficient_attn.runs import options as shared
+from efficient_attn.runs import shared_options as shared
 from efficient_attn.runs.study import Point, Points, Run, Settled, Study
 from efficient_attn.runs.workload import Workload, settle
 from efficient_attn.studies.recall.course import BATCH, GAP, HEAD_DIM, NUM_HEADS, Course

@@ -13,7 +13,7 @@ from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, Varian
 from efficient_attn.options import option
 from efficient_attn.problem import positive_count
 from efficient_attn.report.table import Table
-from efficient_attn.runs import options as shared
+from efficient_attn.runs import shared_options as shared
 from efficient_attn.runs.study import Points, Run, Settled, Study
 from efficient_attn.runs.workload import Workload, settle
 from efficient_attn.studies.swap.record import SwapRecord

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from efficient_attn.limits import WHOLE_NUMBER
-from efficient_attn.runs.options import RUNS_CODE
+from efficient_attn.runs.shared_options import RUNS_CODE
 
 BackendOption = Annotated[
     list[str] | None,
