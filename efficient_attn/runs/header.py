@@ -112,8 +112,8 @@ def _decoded(value: Any, described: Callable[[str], Any] = str) -> Any:
     if not isinstance(value, Mapping):
         return value
     match dict(value):
-        case {"path": path, **rest} if not rest:
+        case {"path": str() as path, **rest} if not rest:
             return Path(path)
-        case {"object": label, **rest} if not rest:
+        case {"object": str() as label, **rest} if not rest:
             return described(label)
     return {name: _decoded(entry, described) for name, entry in value.items()}
