@@ -32,7 +32,7 @@ def _of_gpu(folder: Path, check: GpuCheck) -> Iterator[str]:
     ]
     yield (
         f"### {machine['gpu']}\n\ntorch {machine['torch']}, triton {machine['triton']}, ptxas "
-        f"{machine['ptxas']}; records in `results/gpu/{folder.name}`. "
+        f"{machine['ptxas']}; {'records' if check.records else 'verdict'} in `results/gpu/{folder.name}`. "
         f"Passed: {'; '.join(passed)}.\n"
     )
     timed = by_clock(check.records).get(DEVICE_TIME, ())

@@ -129,7 +129,7 @@ def test_an_interrupted_run_names_what_was_not_tried_and_resumes(name, monkeypat
     kept = file.read_bytes()
     assert (code, Path(out.splitlines()[-1]).parts[0]) == (130, "out")
     assert "points not measured" in err and kept.endswith(b"\n")
-    assert run(name, "--out", "out", "--resume")[0] == 0
+    assert command(name, "--out", "out", "--resume")[0] == 0  # With the options that it stored.
     assert file.read_bytes().startswith(kept)
     assert run(name, "--out", "whole")[0] == 0
     assert cases("out") == cases("whole")
