@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -9,14 +10,29 @@ from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, vi
 from efficient_attn.ops.softmax.definition import apply_weights, softmax_weights
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
-from efficient_attn.options import option, probability
+from efficient_attn.options import one_of, option, probability
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactOptions:
-    """Options of `exact` and `exact-dense`."""
+    """Options of `exact`."""
+
+    dropout: float = option(0.0, "Dropout probability of the attention weights in training.")
+    compute_dtype: str | None = option(
+        None, "Dtype that q, k and v are cast to: bfloat16 or float16. The output has q's dtype.", added=True
+    )
+
+    def __post_init__(self) -> None:
+        probability("dropout", self.dropout)
+        if self.compute_dtype is not None:
+            one_of("compute_dtype", self.compute_dtype, ("bfloat16", "float16"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseOptions:
+    """Options of `exact-dense`."""
 
     dropout: float = option(0.0, "Dropout probability of the attention weights in training.")
 
@@ -25,7 +41,7 @@ class ExactOptions:
 
 
 def operations(
-    problem: AttentionProblem, options: ExactOptions, tokens: int, value_dim: int
+    problem: AttentionProblem, options: ExactOptions | DenseOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
     """Products of every query with every key or, if causal, with the keys up to its own position."""
     pairs = visible_pairs(tokens, back=tokens - 1, ahead=0 if problem.causal else tokens - 1)
@@ -33,7 +49,7 @@ def operations(
 
 
 def dense_operations(
-    problem: AttentionProblem, options: ExactOptions, tokens: int, value_dim: int
+    problem: AttentionProblem, options: DenseOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
     """Products of the fused kernel, with all scores in memory."""
     scores, reading = operations(problem, options, tokens, value_dim).matmuls
@@ -48,6 +64,7 @@ def dense_operations(
     options=ExactOptions,
     capabilities=Capabilities(causal=True, exact=True, sharded="keys", time_growth=2),
     operations=operations,
+    also=({"compute_dtype": "bfloat16"},),
 )
 class FusedAttention(nn.Module):
     """softmax(scale · q kᵀ) v without materialised scores."""
@@ -55,20 +72,20 @@ class FusedAttention(nn.Module):
     def __init__(self, problem: AttentionProblem, options: ExactOptions) -> None:
         super().__init__()
         self._scale, self._causal, self._dropout = problem.factor, problem.causal, options.dropout
+        self._dtype = options.compute_dtype and getattr(torch, options.compute_dtype)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, zeroed: bool = False
     ) -> Tensor:
-        return fused_attention(
-            q,
-            k,
-            v,
+        out = fused_attention(
+            *(x.to(self._dtype or q.dtype) for x in (q, k, v)),
             scale=self._scale,
             causal=self._causal,
             key_mask=key_mask,
             dropout=self._dropout if self.training else 0.0,
             zeroed=zeroed,
         )
+        return out.to(q.dtype)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
@@ -84,7 +101,7 @@ class FusedAttention(nn.Module):
     summary="Exact softmax attention with materialised scores (naive attention), the papers' baseline.",
     formula="out_i = Σ_j softmax_j(s q_i·k_j) v_j, s = 1/√head_dim",
     paper="https://arxiv.org/abs/1706.03762",
-    options=ExactOptions,
+    options=DenseOptions,
     capabilities=Capabilities(
         causal=True, exact=True, second_derivatives=True, sharded="keys", time_growth=2, memory_growth=2
     ),
@@ -93,7 +110,7 @@ class FusedAttention(nn.Module):
 class DenseAttention(nn.Module):
     """softmax(scale · q kᵀ) v by its definition, with O(tokens²) memory."""
 
-    def __init__(self, problem: AttentionProblem, options: ExactOptions) -> None:
+    def __init__(self, problem: AttentionProblem, options: DenseOptions) -> None:
         super().__init__()
         self._scale, self._causal, self._dropout = problem.factor, problem.causal, options.dropout
 

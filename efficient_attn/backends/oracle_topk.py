@@ -15,7 +15,7 @@ from efficient_attn.options import option
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
-from .exact import ExactOptions, dense_operations
+from .exact import DenseOptions, dense_operations
 
 # Weights tie that differ by this share: equal keys have weights that differ by rounding.
 _TIE = 1e-12
@@ -78,7 +78,7 @@ def operations(
     problem: AttentionProblem, options: OracleTopKOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
     """Products of every query with every key, as for `exact-dense`."""
-    return dense_operations(problem, ExactOptions(), tokens, value_dim)
+    return dense_operations(problem, DenseOptions(), tokens, value_dim)
 
 
 @register(

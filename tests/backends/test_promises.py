@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import random_qkv
+from reference import random_mask, random_qkv, relative_error
 
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
@@ -24,6 +24,41 @@ def test_dropout_drops_at_its_rate_in_training_and_never_in_eval(name):
     before = torch.get_rng_state()
     assert (backend.eval()(q, k, values) != 0).all()
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_a_compute_dtype_is_a_cast_of_inputs_and_output_to_the_bit(name, causal):
+    leaves = [x.float().requires_grad_() for x in random_qkv(2, 4, 2, 600, 700)]
+    cast, mask = [x.to(getattr(torch, name)) for x in leaves], random_mask(2, 700)
+    backend, plain = (ea.build("exact", head_dim=8, causal=causal, compute_dtype=x) for x in (name, None))
+    outs = backend(*leaves, key_mask=mask), plain(*cast, key_mask=mask).float()
+    gradients = [torch.autograd.grad(out.square().sum(), leaves) for out in outs]
+    for actual, expected in zip((outs[0], *gradients[0]), (outs[1], *gradients[1]), strict=True):
+        assert actual.dtype == torch.float32 and torch.equal(actual, expected)
+
+
+def test_steps_in_a_compute_dtype_keep_a_state_in_the_dtype_of_the_inputs():
+    tokens, outs = [x.float() for x in random_qkv()], []
+    for cast, name in ((torch.float32, "bfloat16"), (torch.bfloat16, None)):
+        backend, state = ea.build("exact", head_dim=8, causal=True, compute_dtype=name), None
+        for step in (slice(0, 5), slice(5, 6), slice(6, 7)):
+            out, state = backend.extend(*(x[:, :, step].to(cast) for x in tokens), state)
+            assert out.dtype == state.k.dtype == state.v.dtype == cast
+        outs.append(out.float())
+    assert torch.equal(*outs)
+
+
+def test_a_compute_dtype_of_exact_alone_costs_digits_and_no_others_are_accepted():
+    q, k, v = random_qkv(k_tokens=512)
+    out = ea.attention(q.float(), k.float(), v.float(), compute_dtype="bfloat16")
+    assert 1e-3 < relative_error(out, ea.attention(q, k, v)) < 1e-2
+    for backend, name, message in (
+        ("exact", "float32", "No choice of compute_dtype is called 'float32'"),
+        ("exact-dense", "bfloat16", "No option of backend 'exact-dense' is called 'compute_dtype'"),
+    ):
+        with pytest.raises(ea.UnknownNameError, match=message):
+            ea.build(backend, head_dim=8, compute_dtype=name)
 
 
 @pytest.mark.parametrize("causal", [False, True])

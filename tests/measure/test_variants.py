@@ -54,6 +54,7 @@ def test_further_variants_are_selected_where_no_backend_is_named_and_no_option_o
     assert labels(None, also=True) == ["window", "window(global_tokens=4)"]
     assert labels(["window"], also=True) == ["window"]
     assert labels(None, {"window": {"window": [65]}}, also=True) == ["window(window=65)"]
+    assert "exact(compute_dtype=bfloat16)" in {variant.label for variant in select(None, also=True)}
 
 
 def test_references_and_methods_that_lose_are_measured_only_where_they_are_named():
