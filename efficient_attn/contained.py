@@ -3,11 +3,17 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from traceback import walk_tb
 
 from efficient_attn.errors import AttentionError, DataError, UnsupportedError
 
 # Maximum length of a message of external code, as one line.
 _LONGEST = 300
+
+# Packages and folders whose frames are no code of the user.
+_LIBRARIES = {__name__.partition(".")[0], "torch", *sys.stdlib_module_names}
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 class LeftError(Exception):
@@ -64,7 +70,7 @@ def running(name: str, failure: str = "fails") -> Iterator[None]:
 
 
 def described(error: BaseException) -> str:
-    """`Type: text` of an error as one line. The text is omitted if it cannot be computed."""
+    """`Type: text (own.py, line 12)` of an error as one line."""
     if isinstance(error, LeftError):
         return str(error)
     try:
@@ -72,7 +78,19 @@ def described(error: BaseException) -> str:
             text = str(error)
     except Exception:  # str() of an external exception runs external code
         text = ""
-    return one_line(f"{type(error).__name__}: {text}").rstrip(": ")
+    place = _place(error)
+    return one_line(f"{type(error).__name__}: {text}")[: _LONGEST - len(place)].rstrip(": ") + place
+
+
+def _place(error: BaseException) -> str:
+    """Last place in the code of the user, ` (own.py, line 12)`, or nothing."""
+    place = ""
+    for frame, line in walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename)
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if path.suffix == ".py" and package not in _LIBRARIES and not _INSTALLED & {*path.parts}:
+            place = f" ({one_line(path.name)[:100]}, line {line})"
+    return place
 
 
 def one_line(text: str) -> str:

@@ -37,7 +37,7 @@ DECIDES = "has no effect with this model, which decides its inputs"
         ("", "model 'models.py' names no function: write models.py:make_model."),
         (":make_par", "Did you mean 'make_pair'?"),
         (":attention", "is no function that returns a pair (module, inputs) with a tuple or a dict of"),
-        (":make_error", "models.py:make_error fails: ValueError: no weights here."),
+        (":make_error", "models.py:make_error fails: ValueError: no weights here (models.py, line "),
         (":make_without_attention", "code with its own softmax must call F.scaled_dot_product_attention"),
         (":make_cross", "makes no call that a backend can serve: model: its queries and keys are of two seq"),
         (":make_text", "The model returns str without a floating-point tensor"),
