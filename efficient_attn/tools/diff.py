@@ -9,9 +9,10 @@ from typing import Any
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.measure.units import show
 from efficient_attn.report.table import Table, to_html
+from efficient_attn.report.text import flat
 from efficient_attn.runs.registry import any_record, studies
 from efficient_attn.runs.results import Results, read_one
-from efficient_attn.runs.store import GPU_SOFTWARE, differences
+from efficient_attn.runs.store import CODE, GPU_SOFTWARE, differences
 from efficient_attn.stats.diff import (
     CHANGED,
     IMPROVEMENT,
@@ -27,13 +28,16 @@ from efficient_attn.stats.diff import (
 _MACHINE = ("processor", "cores", "gpu.name", "gpu.memory_bytes")
 _SOFTWARE = ("torch", *GPU_SOFTWARE, "packages", "python", "system", "variables")
 
+# Settings that the cases of a run share; two runs with other ones have no common case.
+_SETTINGS = ("threads", "dtype", "device", "batch", "num_heads", "head_dim", "causal", "backward")
+
 # The order of the rows: the worst first.
 _ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, CHANGED)
 
 # Largest number of listed cases that only one run has.
 _MOST_NAMES = 12
 
-_COLUMNS = ("case", "tokens", "quantity", "verdict", "old", "new", "new / old", "95 % interval")
+_COLUMNS = ("verdict", "case", "tokens", "quantity", "old", "new", "new / old", "95 % interval")
 
 Run = str | Path | Results
 
@@ -72,13 +76,17 @@ class Diff:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings to read before the numbers: another machine, other software, notes of the runs."""
+        """Warnings on the machine, software, code and notes of the runs."""
         texts = []
         old, new = ([run.environment] if run.environment else [] for run in self._runs)
         if machine := differences(old, new, _MACHINE):
             texts.append(f"ANOTHER MACHINE: {machine}. Times and errors may differ for that alone.")
         if software := differences(old, new, _SOFTWARE):
             texts.append(f"Other surroundings: {software}.")
+        then, now = (dict(flat({CODE: run.environment.get(CODE)})) for run in self._runs)
+        if edited := [name for name in then if now.get(name, then[name]) != then[name]]:
+            names = ", ".join(name.removeprefix(f"{CODE}.") for name in edited)
+            texts.append(f"The code of {names} changed between the runs.")
         for name, run in zip(("Old run", "New run"), self._runs, strict=True):
             texts += [f"{name}: {note}" for note in run.notes]
         return texts
@@ -94,13 +102,22 @@ class Diff:
         return [Table("Differences", _COLUMNS, tuple(map(_row, changed)), tuple(notes))] if changed else []
 
     def sentences(self) -> list[str]:
-        """Number of comparisons by verdict, and cases that only one run has."""
+        """Number of comparisons by verdict, then settings and cases of one run."""
         comparison = self.comparison
         counts = Counter(change.verdict for change in comparison.changes)
         verdicts = [f"{counts[verdict]} {verdict}" for verdict in (*_ORDER, UNCHANGED) if counts[verdict]]
         sentences = [f"Of {len(comparison.changes)} comparisons: {', '.join(verdicts)}."] if verdicts else []
         if any(change.quantity == "time_s" for change in comparison.of(UNCLEAR)):
             sentences.append("Times within their 95 % interval may be chance. Rerun both with more --rounds.")
+        unlike = []
+        for name in _SETTINGS:
+            then, now = ({getattr(record.case, name) for record in run.records} for run in self._runs)
+            if len(then) == len(now) == 1 and then != now:
+                form = "{} were {}, are {}" if name.endswith("s") else "{} was {}, is {}"
+                unlike.append(form.format(name, *then, *now))
+        if unlike:
+            words = "; ".join(unlike).capitalize()
+            return [*sentences, f"{words}: times and errors of the runs are different cases."]
         for run, alone in (("old", comparison.missing), ("new", comparison.added)):
             if alone:
                 listed = "; ".join([*alone[:_MOST_NAMES], *["…"] * (len(alone) > _MOST_NAMES)])
@@ -149,4 +166,4 @@ def _row(change: Change) -> tuple[str, ...]:
     quantity_of = any_record().quantities().get(change.quantity)
     unit = "" if quantity_of is None else quantity_of.unit
     old, new = ("" if value is None else show(value, unit) for value in (change.old, change.new))
-    return (change.name, str(change.tokens), quantity, change.verdict, old, new, ratio, interval)
+    return (change.verdict, change.name, str(change.tokens), quantity, old, new, ratio, interval)

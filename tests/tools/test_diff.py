@@ -86,6 +86,22 @@ def test_a_change_of_machine_or_software_is_said():
     assert "Other surroundings: gpu.driver_version was 570, is 580." in driver
 
 
+def test_code_of_a_file_that_changed_is_named():
+    old, new = (results(code={"own.py:attend": digest, "own.py:same": "c"}) for digest in "ab")
+    assert ea.diff(old, new).warnings == ["The code of own.py:attend changed between the runs."]
+    assert ea.diff(old, results(code={"own.py:same": "c"})).warnings == ea.diff(old, old).warnings == []
+
+
+def test_settings_that_all_cases_share_and_that_differ_are_one_sentence_in_place_of_the_cases():
+    old, new = (
+        results(*(Record(case=case("memory", "b", 64, seed=seed, **settings)) for seed in range(2)))
+        for settings in ({"threads": 2}, {"threads": 1, "dtype": "float16"})
+    )
+    (sentence,) = ea.diff(old, new).sentences()
+    assert sentence.startswith("Threads were 2, are 1; dtype was float32, is float16: times and errors of ")
+    assert "Only in the new run (2)" in ea.diff(old, results(*old.records, *new.records)).sentences()[-1]
+
+
 def calls(tokens=16, factor=1.0):
     return timed("exact", tokens, [1e-3 * factor * (1 + 0.01 * (call % 7)) for call in range(20)])
 
@@ -122,7 +138,7 @@ def test_a_regression_is_shown_and_json_makes_stdout_one_document():
     code, shown, _ = command("diff", "old", "new")
     assert code == 1 and "Of 3 comparisons: 1 regression, 2 unchanged." in shown
     (row,) = [text for text in shown.splitlines() if "time_s" in text]
-    assert row.split()[:4] == ["exact", "17", "time_s", "regression"] and "1.5" in row
+    assert row.split()[:4] == ["regression", "exact", "17", "time_s"] and "1.5" in row
     code, shown, _ = command("diff", "old", "new", "--json")
     found = json.loads(shown)
     assert code == 1 and [one["tokens"] for one in found["regressions"]] == [17]
