@@ -11,6 +11,7 @@ import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import Field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -46,6 +47,9 @@ _OF_A_RUN = {
 }
 _BUDGET = typer.Option(metavar="TIME", help="Time for measuring: 90s, 2m or 1h; the rest is skipped.")
 _HELP_ALL = typer.Option("--help-all", help="Show all options and exit.", is_eager=True, callback=_show_all)
+
+# Share of the budget after which the first tables are printed, without their notes.
+_FIRST_TABLES = 0.3
 
 _METAVARS: dict[Any, str] = {int: "N", int | None: "N", float: "X", float | None: "X"}
 _SWITCHES = (bool, bool | None)
@@ -98,7 +102,8 @@ def command_of(study: type[Study]) -> Callable[..., None]:
             return
         folder = open_folder(out or run_folder(study.name()), name="--out", fresh=not resume)
         # Text that a backend prints goes to stderr: stdout holds the results alone.
-        with nullcontext() if quiet else console.live_bar() as progress, redirect_stdout(sys.stderr):
+        first = None if as_json else partial(_first_tables, requested)
+        with nullcontext() if quiet else console.live_bar(first) as progress, redirect_stdout(sys.stderr):
 
             def started(points: int, limit_s: float | None) -> None:
                 if not quiet and limit_s not in (None, math.inf):
@@ -201,17 +206,33 @@ def _declared(item: Field[Any], kind: Any) -> tuple[str, Any, Any]:
     return item.name, Annotated[kind, typer.Option(flag, show_default=not switch, **about)], default
 
 
+def _first_tables(study: Study, step: Any) -> bool:
+    """Print the tables so far once their share of the budget is spent; True if that was now."""
+    if step.spent is None or step.spent < _FIRST_TABLES:
+        return False
+    from efficient_attn.runs.study import Run
+
+    console.say(f"After {100 * step.spent:.0f} % of the budget:")
+    tables = study.tables([*step.records], Run(study.settled))
+    console.print_tables([table._replace(notes=()) for table in tables])
+    return True
+
+
 def _points(study: Study) -> Any:
     from efficient_attn.report.table import Table
+    from efficient_attn.report.text import describe
     from efficient_attn.runs.engine import foreseen
     from efficient_attn.runs.store import Store
 
-    rows = tuple(
-        (point.case.label, str(point.case.tokens), point.case.kind, point.skip or "")
-        for point in foreseen(study.points(), Store(kind=study.record)).values()
-    )
-    columns = ("backend", "tokens", "measured", "reason to skip")
-    return Table(f"{len(rows)} points; nothing was run", columns, rows, tuple(study.notes()))
+    rows = []
+    for point in foreseen(study.points(), Store(kind=study.record)).values():
+        case = point.case
+        shape = f"{case.num_heads} × {case.head_dim}"
+        rows.append(
+            (case.label, str(case.tokens), case.kind, describe(case.inputs), shape, point.skip or "")
+        )
+    columns = ("backend", "tokens", "measured", "inputs", "heads", "reason to skip")
+    return Table(f"{len(rows)} points; nothing was run", columns, tuple(rows), tuple(study.notes()))
 
 
 def finish(
@@ -255,10 +276,11 @@ def document(results: Any) -> dict[str, Any]:
 def exit_code(results: Any, named: Sequence[str] | None) -> int:
     """Exit code of the outcome.
 
-    Refusals and skips of a default selection are expected, and so is the refusal of some inputs, such as
-    causal ones, by a backend that is measured on others.
+    Refusals and skips of a default selection are expected, but for skips by the budget. So is the refusal of
+    some inputs, such as causal ones, by a backend that is measured on others.
     """
     from efficient_attn.measure.variants import CEILING, OWN, PLAN, UNIFORM_ATTENTION, YARDSTICK
+    from efficient_attn.runs.store import over_budget
 
     if results.interrupted:
         return INTERRUPTED
@@ -270,9 +292,13 @@ def exit_code(results: Any, named: Sequence[str] | None) -> int:
     measured = {record.case.label for record in candidates if record.status == "ok"}
     if not measured:
         return NOTHING_MEASURED
+    if any(map(over_budget, results.records)):
+        return SOME_NOT_MEASURED
     expected = () if named else ("unsupported", "skipped")
     for record in candidates:
         refused_in_part = record.status == "unsupported" and record.case.label in measured
-        if record.status not in ("ok", *expected) and not refused_in_part:
+        # A skipped point has values where theory stands for too few draws.
+        theoretical = record.status == "skipped" and record.measured
+        if record.status not in ("ok", *expected) and not (refused_in_part or theoretical):
             return SOME_NOT_MEASURED
     return DONE if results.complete else SOME_NOT_MEASURED

@@ -49,7 +49,7 @@ def print_tables(tables: Sequence[Any]) -> None:
 
     console = _console()
     told: set[str] = set()
-    for table in tables:
+    for table in (table for table in tables if not table.detail):
         with console.capture() as drawn:
             console.print(to_rich(table, console.width))
         typer.echo("\n".join(row.rstrip() for row in drawn.get().rstrip().splitlines()))
@@ -88,8 +88,12 @@ def _console(*, err: bool = False) -> Any:
 
 
 @contextmanager
-def live_bar() -> Iterator[Callable[[Any], None]]:
-    """Progress as one bar on a terminal, as lines elsewhere."""
+def live_bar(first: Callable[[Any], bool] | None) -> Iterator[Callable[[Any], None]]:
+    """Progress as one bar on a terminal, as lines elsewhere.
+
+    Args:
+        first: Function of each step until it has printed something and returns True.
+    """
     if not sys.stderr.isatty() or colours() is False:
         yield lambda step: say(str(step))
         return
@@ -103,6 +107,10 @@ def live_bar() -> Iterator[Callable[[Any], None]]:
     task = bar.add_task("", text="")
 
     def show(step: Any) -> None:
+        nonlocal first
+        bar.stop()
+        if first is not None and first(step):
+            first = None
         # The first record starts the bar, so that notices before it have lines of their own.
         bar.start()
         spent = "" if step.spent is None else f"{100 * step.spent:.0f} % of the budget · "

@@ -9,17 +9,19 @@ import efficient_attn as ea
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
 from efficient_attn.report.table import full
-from efficient_attn.report.text import describe, show_error, three_digits
-from efficient_attn.stats.estimates import SpeedUp, call_time, curves, speed_ups
-from efficient_attn.studies.bench.comparison import Comparison, Contender, comparisons
-from efficient_attn.studies.bench.tables import crossover_cells
+from efficient_attn.report.text import show_error, three_digits
+from efficient_attn.stats.estimates import FASTER, OPEN, SAME, call_time, curves
+from efficient_attn.stats.speeds import SpeedUp, speed_ups
+from efficient_attn.studies.bench.comparison import ROUNDING, Comparison, comparisons
+from efficient_attn.studies.bench.tables import crossover_cells, start_cell
 from efficient_attn.studies.recall.view import Contest, Learned, contests
 
 HERE = Path(__file__).parent
 PAGE = HERE / "choosing.md"
 RESULTS = HERE.parent / "results" / "epyc-2-cores"
 
-COMPARED = ("compare-encoder-128", "compare")
+# The default run of `bench`, and runs of its earlier form with further backends and lengths, errors alone.
+DEFAULT, COMPARED = "bench-default", ("compare-encoder-128", "compare")
 BENCHED = "bench-256-4096"
 # One backend was made faster after that run and timed again, beside exact attention.
 BENCHED_LATER, LATER, LATER_LABEL = "bench-window-clusters", "window-clusters", "window-clusters(window=64)"
@@ -53,11 +55,12 @@ of a server: ratios carry over better than milliseconds. [Measure yours](#your-m
 _ENCODER = """\
 ## A trained encoder
 
-‖out − exact‖ / ‖exact‖ on one real text (all-MiniLM-L6-v2, 512 tokens), with default options. Each cell is
-the fastest backend within the error on every layer that is faster than `exact`, the fused kernel, beyond the
-interval, or `exact`.
+Errors are ‖out − exact‖ / ‖exact‖ on one real text of {errors} tokens (all-MiniLM-L6-v2). Speeds are of calls
+of the same shape ({machine}). A cell has the fastest backend that is within the error
+on every layer and faster than `exact`, the fused kernel; without one it has `exact`. Errors at longer inputs
+are not measured here.
 
-![Relative output error against time and memory on a text of 512 tokens and one of 4096](images/compare.png)
+![Error against speed, and time against tokens, for an encoder and a causal decoder](images/bench.png)
 """
 
 # Hand-written: no run in results/ holds these numbers. Errors are those of efficient_attn/data/PROVENANCE.md;
@@ -90,6 +93,10 @@ keeps one, `window(global_tokens=1)`, is not. Errors on the shipped layers of Sm
 The same window with 4 first keys repeats 3 of 18 six-number passkeys in 2000 tokens, `exact` 16.
 """
 
+_DECODER_SPEEDS = """\
+The same choice as for the encoder ({machine}), by the worst layer at any length:
+"""
+
 _METHODS = """\
 ### Published methods that choose keys
 
@@ -98,8 +105,6 @@ processor time of one thread of a busy machine:
 """
 
 _CHOSEN = """\
-![Error against tokens on the decoder](images/methods.png)
-
 - `oracle-topk`: at 4096 tokens the 64 keys of the largest scores hold 93 % of the weight.
 - `bigbird` reads more keys than the window and from 1024 tokens errs no less: random blocks carry little
   weight.
@@ -137,38 +142,36 @@ _SHARP = """\
 The task needs sharp attention, one key of all: a low accuracy is no evidence about tasks with many relevant
 keys.
 
-Errors before any training, smallest and largest of the runs above; *uniform attention* gives every query the
-mean of the values:
+Errors before any training, smallest and largest over the shipped layers at 128 to 4096 tokens; *uniform
+attention* gives every query the mean of the values:
 """
 
 _AFTER = """\
-- A backend with an error near uniform attention does not approximate attention: train with it, but do not use
-  it as a drop-in replacement.
-- Decoding needs a causal, streaming backend; others refuse `causal=True`.
+- A backend with an error near uniform attention does not approximate attention: it serves training from
+  scratch alone.
 - `linformer` mixes positions: it is built for a maximum length, and its projections are meant to be learned.
-- Backends with calibration were calibrated on the measured inputs, their best case.
 """
 
 _LENGTH = """\
 ## Length
 
-Crossover lengths and speed against `exact` ({machine}), with default options. `linear-…` do not approximate
-softmax.
+Crossover lengths and speed against `exact` ({machine}), with default
+options. `linear-…` do not approximate softmax.
 """
 
 _OWN = """\
 ## Your machine and activations
 
 ```bash
-efficient-attn bench --inputs encoder --seq-len 512
-efficient-attn bench --inputs decoder --seq-len 2048 --max-error 0.3
+efficient-attn bench
+efficient-attn bench --inputs decoder --seq-len 2048:8192:x2 --max-error 0.3
 efficient-attn show --head 2 --tokens 30:60
 ```
 
-`bench` states whether any backend is both accurate enough and faster. `--inputs FILE` takes
+`bench` states which backends are within the error limit and faster. `--inputs FILE` takes
 [activations of your model](hugging-face.md#activations-of-your-model), your own attention
-is `--backend exact,my_file.py:my_attention`. `efficient-attn bench --of block` measures the speed-up of a
-whole transformer block.
+is `--backend exact,my_file.py:my_attention`, and `--backend all` names every backend.
+`efficient-attn bench --of block` measures the speed-up of a whole transformer block.
 
 ![Attention weights of six backends with the words on the axes](images/show.png)
 """
@@ -183,29 +186,36 @@ class _Cost(NamedTuple):
 
 def _costs(records: Sequence[Record]) -> dict[str, _Cost]:
     """Costs by label, from the times of one run."""
-    compared = speed_ups(curves(records, "time_s"))
-    starts = {
-        label: full(start).replace("?", "unclear") for label, start in crossover_cells(compared).items()
-    }
-    return {row.label: _Cost(starts[row.label], _speed(row)) for row in compared}
+    timed = curves(records, "time_s")
+    starts = crossover_cells(timed)
+    return {row.label: _Cost(_start(starts[row.label]), _speed(row)) for row in speed_ups(timed)}
+
+
+def _start(cell: str) -> str:
+    return full(cell).replace("?", ", unclear")
 
 
 def _speed(row: SpeedUp) -> str:
     """`9.7 times faster at 4096`."""
-    faster, ratio = row.last.side_of_one, row.last.median
-    if not faster:
-        return f"unclear at {row.case.tokens}"
-    times = three_digits(ratio if faster > 0 else 1 / ratio)
-    return f"{times} times {'faster' if faster > 0 else 'slower'} at {row.case.tokens}"
+    ratio, tokens = row.last.median, row.case.tokens
+    if row.last.outcome == SAME:
+        return f"as fast within 10 % at {tokens}"
+    if row.last.outcome == OPEN:
+        return f"unclear at {tokens}"
+    if row.last.outcome == FASTER:
+        return f"{three_digits(ratio)} times faster at {tokens}"
+    return f"{three_digits(1 / ratio)} times slower at {tokens}"
 
 
 def _machine(case: Case) -> str:
-    return f"{case.threads} threads, {case.dtype}, {case.num_heads} heads of {case.head_dim}"
+    threads = "one thread" if case.threads == 1 else f"{case.threads} threads"
+    return f"{threads}, {case.dtype}, {case.num_heads} heads of {case.head_dim}"
 
 
 def page() -> str:
     """The whole page."""
-    compared = _comparisons(COMPARED)
+    encoder, decoder = sorted(_comparisons([DEFAULT]), key=lambda row: row.case.causal)
+    compared = _comparisons([DEFAULT, *COMPARED])
     bench = current(ea.read(RESULTS / BENCHED).records)
     (trained,) = contests(ea.read(RESULTS / TRAINED).records)
     costs = _costs(bench)
@@ -213,10 +223,12 @@ def page() -> str:
     costs = {name: again if name == LATER else cost for name, cost in costs.items()}
     verified = [row for name in PLANNED for row in _verified(name)]
     parts = [
-        _HEAD + _short_answer(costs, compared, verified),
-        _ENCODER,
-        _by_error([row for row in compared if not row.case.causal]),
+        _HEAD + _short_answer(costs, encoder, compared, verified),
+        _ENCODER.format(errors=encoder.tokens, machine=_machine(encoder.case)),
+        _by_error(encoder),
         _DECODER,
+        _DECODER_SPEEDS.format(machine=_machine(decoder.case)),
+        _by_error(decoder),
         _METHODS,
         *map(_methods, METHODS),
         _CHOSEN,
@@ -249,9 +261,9 @@ def current(records: Iterable[Record]) -> list[Record]:
 
 
 def _comparisons(names: Sequence[str]) -> list[Comparison]:
-    """The comparisons of some runs: the encoder first, each model by length."""
+    """Comparisons with errors of some runs."""
     rows = [row for name in names for row in comparisons(current(ea.read(RESULTS / name).records))]
-    return sorted(rows, key=lambda row: (row.case.causal, row.case.tokens))
+    return [row for row in rows if row.inputs is not None]
 
 
 def _verified(name: str) -> list[list[str]]:
@@ -281,14 +293,18 @@ def _verified(name: str) -> list[list[str]]:
     return [[cell.replace("-", "−") for cell in row] for row in rows]
 
 
-def _short_answer(costs: dict[str, _Cost], compared: list[Comparison], verified: list[list[str]]) -> str:
+def _short_answer(
+    costs: dict[str, _Cost], encoder: Comparison, compared: list[Comparison], verified: list[list[str]]
+) -> str:
     """Recommendations, with crossovers and errors of the tables below."""
     start = {name: _faster(cost.crossover) for name, cost in costs.items()}
+    clusters = encoder.row("window-clusters")
+    longer = _faster(_start(start_cell(clusters))) if clusters else "not measured"
     full, plan = _errors([row for row in compared if not row.case.causal]), verified[0]
     rows = [
         [
             "[a trained encoder](#a-trained-encoder)",
-            f"`exact`; long inputs: `window-clusters`, {start['window-clusters']}",
+            f"`exact`; long inputs: `window-clusters`, {longer}",
             f"`window-clusters` errs by {_range(full['window-clusters'])}",
         ],
         [
@@ -322,69 +338,45 @@ def _faster(crossover: str) -> str:
     return f"faster from {crossover} tokens" if measured else f"crossover: {crossover}"
 
 
-def _by_error(compared: list[Comparison]) -> str:
-    """One row for each input and length."""
-    rows = sorted(compared, key=lambda row: row.case.tokens)
-    inputs = list(dict.fromkeys(map(_inputs, rows)))
-    head = ["inputs", "tokens", *(f"within {100 * error:g} %" for error in TOLERATED)]
-    cells = [
-        [
-            describe(inputs_name),
-            str(tokens),
-            *(
-                _best([row for row in rows if _inputs(row) == (inputs_name, tokens)], error)
-                for error in TOLERATED
-            ),
-        ]
-        for inputs_name, tokens in inputs
-    ]
-    return table(head, cells)
+def _by_error(comparison: Comparison) -> str:
+    """One row for each length with speeds."""
+    lengths = sorted({tokens for row in comparison.rows for tokens in row.speeds})
+    head = ["speed at, tokens", *(f"within {100 * error:g} %" for error in TOLERATED)]
+    return table(head, [[str(n), *(_best(comparison, error, n) for error in TOLERATED)] for n in lengths])
 
 
-def _inputs(comparison: Comparison) -> tuple[str, int]:
-    return comparison.case.inputs, comparison.case.tokens
+def _best(comparison: Comparison, error: float, tokens: int) -> str:
+    """The fastest backend that is within the error and faster than exact attention, or exact attention."""
+    near, _, _ = comparison.within(error)
+    # Predicted speeds have no samples.
+    timed = [(row, speed) for row in near if (speed := row.speeds.get(tokens)) and speed.samples]
+    faster = [(row, speed.median) for row, speed in timed if speed.outcome == FASTER]
+    if not faster:
+        return "`exact`"
+    row, speed = max(faster, key=lambda pair: pair[1])
+    return f"`{row.label}` (error {show_error(row.largest)}, {three_digits(speed)}×)"
 
 
 def _methods(name: str) -> str:
     """Errors by length, keys read at the longest of them, and speeds of a run."""
     records = current(ea.read(RESULTS / name).records)
-    compared = [row for row in comparisons(records) if row.errors.kind == "error"]
+    (compared,) = _comparisons([name])
     times = {(x.case.label, x.case.tokens): call_time(x).median for x in records if x.times_s}
-    lengths = [row.case.tokens for row in compared]
+    lengths = sorted({tokens for row in compared.rows for tokens in row.errors})
     timed = sorted({tokens for _, tokens in times})[-2:]
     rows = []
-    for label in dict.fromkeys(row.label for row in compared[-1].contenders):
-        cells = [comparison.row(label) for comparison in compared]
-        errors = [_range([x.worst]) if x and x.error else "–" for x in cells]
-        sparse = [x for x in compared[-1].records if x.case.label == label and x.density is not None]
+    for row in compared.rows:
+        errors = [_range([row.errors[n].worst]) if n in row.errors else "–" for n in lengths]
+        longest = [x for x in compared.records if x.case.label == row.label and x.case.tokens == lengths[-1]]
+        sparse = [x for x in longest if x.density is not None]
         shares = [fmean(getattr(x, name) for x in sparse) for name in ("density", "covered_mass") if sparse]
         read = [f"{share:.0%}" for share in shares] or ["–", "–"]
-        pairs = [(times["exact", tokens], times.get((label, tokens))) for tokens in timed]
-        speeds = [f"{three_digits(exact_s / time_s)}x" if time_s else "–" for exact_s, time_s in pairs]
-        rows.append([f"`{label}`" if label != UNIFORM_ATTENTION else label, *errors, *read, *speeds])
+        pairs = [(times["exact", tokens], times.get((row.label, tokens))) for tokens in timed]
+        speeds = [f"{three_digits(exact_s / time_s)}×" if time_s else "–" for exact_s, time_s in pairs]
+        shown = row.label if row.label == UNIFORM_ATTENTION else f"`{row.label}`"
+        rows.append([shown, *errors, *read, *speeds])
     heads = [f"error at {tokens}" for tokens in lengths] + ["keys read", "weight read"]
     return table(["backend", *heads, *(f"speed at {tokens}" for tokens in timed)], rows)
-
-
-def _relative_speed(row: Contender, comparison: Comparison) -> str:
-    return f"{three_digits(_speed_up(row, comparison))}x"
-
-
-def _speed_up(row: Contender, comparison: Comparison) -> float:
-    time_s, exact_s = row.cost("time_s"), comparison.exact and comparison.exact.cost("time_s")
-    assert time_s and exact_s
-    return exact_s / time_s
-
-
-def _best(compared: list[Comparison], error: float) -> str:
-    """The fastest that is near enough relative to exact attention in its own run, or exact attention."""
-    fast = [
-        (row, comparison) for comparison in compared for row in comparison.faster(comparison.near(error))[:1]
-    ]
-    if not fast:
-        return "`exact`"
-    row, comparison = max(fast, key=lambda pair: _speed_up(*pair))
-    return f"`{row.label}` (error {show_error(row.worst)}, {_relative_speed(row, comparison)})"
 
 
 def _by_promise(compared: list[Comparison]) -> str:
@@ -401,11 +393,11 @@ def _by_promise(compared: list[Comparison]) -> str:
 def _errors(compared: list[Comparison]) -> dict[str, list[float]]:
     """Errors of each backend and baseline, at all lengths."""
     by_label: dict[str, list[float]] = {}
-    for row in (row for comparison in compared for row in comparison.contenders):
-        if row.error is None:
-            continue
-        edges = (row.error.median,) if row.layers == 1 else (row.error.low, row.error.high)
-        by_label.setdefault(row.label, []).extend(edges)
+    for row in (row for comparison in compared for row in comparison.rows):
+        for error in row.errors.values():
+            # On a single layer the ends are an interval over draws.
+            edges = (error.worst,) if error.layers == 1 else (error.low, error.high)
+            by_label.setdefault(row.label, []).extend(edges)
     return by_label
 
 
@@ -437,9 +429,7 @@ def _promises(name: str, registered: bool) -> list[str]:
 
 
 def _range(errors: list[float]) -> str:
-    low, high = show_error(min(errors)), show_error(max(errors))
-    if max(errors) < 1e-4:
-        return "rounding"
+    low, high = ("rounding" if x < ROUNDING else show_error(x) for x in (min(errors), max(errors)))
     return low if low == high else f"{low} to {high}"
 
 

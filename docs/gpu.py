@@ -9,8 +9,9 @@ from choosing import table
 
 from efficient_attn.measure.record import Case
 from efficient_attn.report.text import three_digits
-from efficient_attn.stats.estimates import DEVICE_TIME, SpeedUp, by_clock, call_time, curves, speed_ups
+from efficient_attn.stats.estimates import DEVICE_TIME, by_clock, call_time, curves
 from efficient_attn.stats.predicted_time import crossover
+from efficient_attn.stats.speeds import SpeedUp, speed_ups
 from efficient_attn.tools.gpu_check import PREDICTED_LENGTHS, PREDICTED_MS, GpuCheck, show_gpu_check
 
 HERE = Path(__file__).parent
@@ -62,7 +63,9 @@ def _call(case: Case) -> tuple[str, str, bool, bool]:
 def _start(row: SpeedUp) -> str:
     """Length from which a call is faster than exact attention, with its interval, or "" if undecided."""
     tokens, low, high = (end and int(float(f"{end:.2g}")) for end in crossover(row.ratios))
-    return "" if tokens is None else f"{tokens} ({low or ''}–{high or ''})"
+    if tokens is None:
+        return ""
+    return f"{tokens}" if low == high else f"{tokens} ({low or ''}–{high or ''})"
 
 
 def page(text: str, results: Path = RESULTS) -> str:

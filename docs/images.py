@@ -22,10 +22,8 @@ SOURCES = IMAGES / "sources.json"
 
 # Picture: run whose records it shows.
 RECORDS = {
-    "advise": "advise",
-    "compare": "compare",
+    "bench": "bench-default",
     "heads": "advise-smollm2-4096",
-    "methods": "bench-methods-causal",
     "mse": "mse-default",
     "recall": "recall-default",
     "speed": "bench-others",
@@ -90,9 +88,7 @@ def figure(name: str) -> Any:
     stored = ea.read(RUNS / RECORDS[name])
     current = runpy.run_path(str(HERE / "choosing.py"))["current"]
     results = ea.Results(current(stored.records), environment=stored.environment)
-    if name == "advise":
-        return runpy.run_path(str(HERE / "readme.py"))["draw"](results)
-    return (results.plot("error") if name == "methods" else results.plot()).figure
+    return results.plot().figure
 
 
 def main(chosen: list[str]) -> None:

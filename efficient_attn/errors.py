@@ -6,6 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+# Words of every refusal of causal attention.
+NOT_CAUSAL = "cannot be causal"
+
 # Names here, with names in other libraries that edit distance cannot match.
 _ELSEWHERE = {
     "exact": "softmax sdpa scaled_dot_product_attention flash flash_attention vanilla full",

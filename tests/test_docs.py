@@ -175,7 +175,7 @@ def test_checks_quantities_and_exit_codes_on_pages_exist() -> None:
 
 def test_the_readme_is_a_screen_with_both_commands_and_what_the_first_measured() -> None:
     main_job, tests = re.findall(r"```bash\n(python3 -m venv .*)\n```", README)
-    assert main_job.endswith(" && .venv/bin/efficient-attn advise")
+    assert main_job.endswith(" && .venv/bin/efficient-attn bench")
     # Continuous integration runs the second command literally.
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert f"{tests} || failed+=(pytest)" in lines
@@ -193,7 +193,7 @@ def test_each_figure_of_the_readme_is_made_by_the_command_above_it() -> None:
         above = README.partition(f"![{caption}]")[0]
         run = ROOT / "results/epyc-2-cores" / records[picture]
         commands = (run / "command.txt").read_text(encoding="utf-8").splitlines()
-        assert commands and all(re.sub(r" --out \S+$", "", command) in above for command in commands)
+        assert commands and all(re.sub(r" --(out|threads) \S+", "", command) in above for command in commands)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.errors import OptionError, UnknownNameError, UnsupportedError
+from efficient_attn.errors import NOT_CAUSAL, OptionError, UnknownNameError, UnsupportedError
 from efficient_attn.external import is_address, load_plugin, load_spec, plugins, spec_of
 from efficient_attn.ops.dtypes import without_inference_mode
 from efficient_attn.options import whole_number
@@ -144,7 +144,7 @@ def parse_options(backend: BackendSpec, options: Mapping[str, Any]) -> Any:
 def _check_promises(backend: BackendSpec, problem: AttentionProblem) -> None:
     if problem.causal and not backend.capabilities.causal:
         causal = ", ".join(list_backends(causal=True))
-        raise UnsupportedError(f"Backend {backend.name!r} cannot be causal. Causal backends: {causal}.")
+        raise UnsupportedError(f"Backend {backend.name!r} {NOT_CAUSAL}. Causal backends: {causal}.")
     if backend.capabilities.needs_max_tokens and problem.max_tokens is None:
         raise UnsupportedError(
             f"Backend {backend.name!r} has to know the longest sequence: build it with max_tokens."

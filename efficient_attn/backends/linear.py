@@ -51,6 +51,7 @@ def build_relu(problem: AttentionProblem, options: RandomFeatureOptions) -> Line
     paper="https://arxiv.org/abs/2402.18668",
     capabilities=replace(_AVERAGES, nonnegative=False),
     operations=partial(linear_operations, "taylor-1"),
+    compared=False,
 )
 def build_taylor_1(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
     return LinearAttention(FixedFeatures("taylor-1"), problem)

@@ -38,6 +38,7 @@ def build_positive(problem: AttentionProblem, options: RandomFeatureOptions) -> 
     paper=_PAPER,
     capabilities=Capabilities(causal=True, sharded="states"),
     operations=partial(linear_operations, "hyperbolic"),
+    compared=False,
 )
 def build_hyperbolic(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:
     check_even(options, "hyperbolic features come in pairs of exp(w·x) and exp(−w·x)")
@@ -64,6 +65,7 @@ def build_trigonometric(problem: AttentionProblem, options: RandomFeatureOptions
     paper="https://arxiv.org/abs/2205.15317",
     capabilities=Capabilities(causal=True, needs_calibration=True, sharded="states"),
     operations=partial(linear_operations, "positive"),
+    compared=False,
 )
 def build_oprf(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:
     return LinearAttention(CalibratedFeatures(fit_oprf, problem.head_dim, options), problem)

@@ -23,6 +23,9 @@ Clock = Callable[[Call], float]
 # even while calls still get slightly faster.
 _AGREEING, _AGREEMENT = 3, 0.1
 
+# Numbers of rounds after which a run looks whether its speeds are decided.
+LOOKS = (4, 8, 16, 32)
+
 # State of the L2 cache when a call with a device time begins.
 COLD = "cold"
 

@@ -20,12 +20,17 @@ PACKAGES = ("efficient-attn", "numpy", "torch", "transformers", "triton")
 # An absolute path, at the start of a word or after a separator between a flag or name and its value.
 _PATH = re.compile(r"(?:(?<=^)|(?<=[=,:\s]))(?:~?/|[A-Za-z]:\\)[^,:\s]*")
 
+# Seconds of a reading of the load, and share of a core that others may take of a free one.
+_READING_S, _NEARLY_FREE = 0.3, 0.2
+
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:
     """Description of machine and software, written with the records."""
     import torch
+
+    from efficient_attn.ops.paths import multiplies_bfloat16
 
     return {
         "command": list(map(without_home, command)),
@@ -44,6 +49,7 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
         "torch": {
             "version": torch.__version__,
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "bfloat16_products": multiplies_bfloat16(),
             "threads": torch.get_num_threads(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
         },
@@ -59,6 +65,16 @@ def without_home(text: str) -> str:
 def usable_cores() -> int:
     """Number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_cores() -> int:
+    """Number of cores that other processes leave free, read over 0.3 s, at least 1."""
+    before = moment()
+    time.sleep(_READING_S)
+    share = between(before, moment())["others_share"] or 0.0
+    # The system counts all its cores, also those that this process may not use.
+    free = (1 - share) * (os.cpu_count() or 1) + _NEARLY_FREE
+    return max(1, min(usable_cores(), int(free)))
 
 
 def available_bytes(device: str = "cpu") -> int | None:

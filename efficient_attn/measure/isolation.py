@@ -223,6 +223,10 @@ class Measurer:
         self._process = Process(limit_bytes, variables=variables)
 
     def __enter__(self) -> Self:
+        # Started before the first point, which would otherwise seem to take as long.
+        if self._isolate == REUSE:
+            with suppress(CrashError):
+                self._process.start()
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -230,9 +234,9 @@ class Measurer:
 
     def __call__(self, case: Case, *, target: Any = None, seconds: float = worker.CALLS_S) -> Record:
         """Measure one case. Always returns a record, whatever happens to the process."""
-        inputs = self.inputs.get(case.inputs)
-        call = partial(worker.measure, case, target=target, seconds=seconds, inputs=inputs)
-        if self._isolate == NONE:
+        inputs, keep = self.inputs.get(case.inputs), self._isolate == REUSE
+        call = partial(worker.measure, case, target=target, seconds=seconds, inputs=inputs, keep=keep)
+        if not keep:
             return call()
         used = self._process.child is not None
         record = self._isolated(case, call)

@@ -61,15 +61,21 @@ def state_bytes(state: Any) -> int:
 def _allocation_peak(call: Call) -> Peak:
     from torch.profiler import ProfilerActivity, profile
 
-    gc.collect()
     # Accumulating events would convert them to Python objects, which takes six times as long as reading them.
     settings: dict[str, Any] = {"profile_memory": True, "acc_events": False}
     # The profiler writes to stderr otherwise.
     with mock.patch.dict(os.environ, {"KINETO_LOG_LEVEL": "99", **os.environ}), warnings.catch_warnings():
         # Some versions, such as torch 2.11, warn in the first cycle that later cycles clear its events.
         warnings.filterwarnings("ignore", message=".*Profiler clears events")
-        with profile(activities=[ProfilerActivity.CPU], **settings) as run:
-            result = call()
+        # A collection during the call would count what others leave behind.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with profile(activities=[ProfilerActivity.CPU], **settings) as run:
+                result = call()
+        finally:
+            if collecting:
+                gc.enable()
     sizes = [size for _, size in sorted(_allocations(run), key=lambda event: event[0])]
     del result
     levels = [0, *itertools.accumulate(sizes)]

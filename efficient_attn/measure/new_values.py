@@ -73,11 +73,14 @@ class Values:
     def first(self, checked: Call) -> object:
         """Make the first call, with which later calls are compared."""
         self._inputs: list[list[Tensor]] = []
-        hook = self._backend.register_forward_pre_hook(
-            lambda _, inputs: self._inputs.append([x.detach().clone() for x in inputs])
-        )
-        result = checked()
-        hook.remove()
+        if self._alone:
+            result = checked()
+        else:
+            hook = self._backend.register_forward_pre_hook(
+                lambda _, inputs: self._inputs.append([x.detach().clone() for x in inputs])
+            )
+            result = checked()
+            hook.remove()
         self._output = next(memory.tensors_in(result)).clone()
         self._error = self._error_of(result) if self._alone else 0.0
         return result
@@ -108,6 +111,7 @@ class Values:
             attention.renew()
             attention.call()
             attention.verify()
+        self._result = None
         return "the call changes its inputs" if changed else None
 
     def _is_wrong(self, result: Any) -> bool:

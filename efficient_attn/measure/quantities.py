@@ -135,6 +135,9 @@ class Measured:
     round_sizes: tuple[int, ...] | None = condition(
         "", "Number of timed calls in each interleaved round, in order.", type="whole numbers"
     )
+    round_numbers: tuple[int, ...] | None = condition(
+        "", "Number of each round in its run, from 0; null: without gaps.", type="whole numbers"
+    )
     kernels: str | None = condition(
         "",
         "Kernels of the calls: cpu (algorithms for its caches), flex, varlen, torch (PyTorch's operators).",

@@ -234,7 +234,7 @@ def merge_rounds(parts: Sequence[R]) -> R:
     """One record with the samples of all rounds."""
     joined = {
         name: tuple(itertools.chain.from_iterable(getattr(part, name) or () for part in parts)) or None
-        for name in ("times_s", "device_times_s", "round_sizes")
+        for name in ("times_s", "device_times_s", "round_sizes", "round_numbers")
     }
     reason = next((part.reason for part in parts if part.reason), None)
     return replace(parts[0], reason=reason, **joined)

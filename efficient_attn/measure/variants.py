@@ -30,6 +30,9 @@ YARDSTICK, DENSE = "exact", "exact-dense"
 # Label of the baseline: each query gets the mean of the values.
 UNIFORM_ATTENTION = "uniform attention"
 
+# Inputs of a case that are drawn.
+GAUSSIAN = "gaussian"
+
 # Subject of cases of a whole model, and label of its original attention.
 MODEL, OWN = "model", "the model's own"
 
@@ -67,6 +70,11 @@ class Variant:
         )
 
 
+def is_yardstick(item: Variant | Case) -> bool:
+    """Whether it is exact attention with default options, which speeds are compared with."""
+    return item.backend == YARDSTICK and not any(item.options.values())
+
+
 def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, list[str]]]:
     """{backend: {option: values}} from `backend.option=value,value`."""
     settings: dict[str, dict[str, list[str]]] = {}
@@ -83,21 +91,24 @@ def select(
     backends: Sequence[Any] | str | None,
     settings: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
     *,
+    usual: Sequence[str] | None = None,
     also: bool = False,
 ) -> tuple[Variant, ...]:
     """The variants of the named backends, one per combination of the set options.
 
-    None selects `compared_backends`: errors and speed-ups against exact attention are meaningful for backends
-    that approximate it alone.
+    None selects `usual`, `["all"]` every registered backend.
 
     Args:
+        usual: None: `compared_backends`, since errors and speed-ups against exact attention are meaningful
+            for backends that approximate it alone.
         also: Whether None also selects further variants of the backends, unless their options are set.
     """
-    from efficient_attn.backends import compared_backends, resolve
+    from efficient_attn.backends import compared_backends, list_backends, resolve
 
     if isinstance(backends, str):
         backends = parse_names([backends], name="backends")
-    named = [(_name_of(target), target) for target in (compared_backends() if backends is None else backends)]
+    targets = (compared_backends() if usual is None else usual) if backends is None else backends
+    named = [(_name_of(x), x) for x in (list_backends() if [*targets] == ["all"] else targets)]
     if CEILING in dict(named):
         raise OptionError(f"{CEILING!r} is not a backend: it is measured with every block automatically.")
     for backend in settings or {}:
@@ -230,7 +241,3 @@ def single_names(inputs: str) -> tuple[str, ...]:
     return tuple(f"{joint[1]}(layer={layer})" for layer in joint[2].split(",")) if joint else (inputs,)
 
 
-def timed_layer(inputs: str) -> str:
-    """Layer whose q, k and v were timed: `layer 1` for `encoder(layers=0,1,5)`."""
-    names = single_names(inputs)
-    return f"layer {names[len(names) // 2].rpartition('=')[2].removesuffix(')')}"

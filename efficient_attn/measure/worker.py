@@ -13,17 +13,30 @@ from efficient_attn.measure.clock import QueuedCalls
 from efficient_attn.measure.memory import Call
 from efficient_attn.measure.record import Case, Record, replace
 
+# Calls of earlier rounds by their case, with the duration of the last call, while their inputs fit into
+# these bytes.
+_BUILT: dict[str, tuple[Any, float]] = {}
+_MOST_BYTES = 1 << 30
+
 # Seconds of timed calls, and most calls of a round: on a GPU each is timed twice, with slow flushes.
 CALLS_S = 0.1
 _MOST_CALLS, _MOST_CALLS_ON_CUDA = 1000, 200
 
 
-def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs: str | None = None) -> Record:
+def measure(
+    case: Case,
+    *,
+    target: Any = None,
+    seconds: float = CALLS_S,
+    inputs: str | None = None,
+    keep: bool = False,
+) -> Record:
     """Measure the time of calls for about `seconds`, the memory of one call, or its error on given inputs.
 
     Args:
         target: Backend to build, an object or a path, if `case.backend` is not sufficient.
         inputs: File of the q, k, v that `case.inputs` names; None: a Gaussian draw.
+        keep: Whether a timed call is built once for all its rounds, in a process of one run.
     """
 
     # torch is loaded by the first measurement.
@@ -33,12 +46,18 @@ def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs:
         return accuracy.error_of_case(case, target, inputs)
 
     def measured() -> Record:
-        prepared = calls.prepare(case, case.backend if target is None else target, inputs)
+        # A call that fails is not used again.
+        built, last_s = _BUILT.pop(case.key, (None, 0.0)) if case.kind == "time" else (None, 0.0)
+        prepared = built or calls.prepare(case, case.backend if target is None else target, inputs)
         if case.kind == "time":
             values = prepared.values
-            first = partial(values.first, prepared.checked)
-            record = time_of(case, values.call, seconds=seconds, first=first, before=values.renew)
+            first = None if built else partial(values.first, prepared.checked)
+            record = time_of(
+                case, values.call, seconds=seconds, first=first, known_s=last_s, before=values.renew
+            )
             record = replace(record, reason=values.verify())
+            if keep and case.device == "cpu" and record.times_s:
+                _keep(case, prepared, record.times_s[-1])
         else:
             record = memory_of(case, prepared.call, first=prepared.checked)
             parameters, state = memory.parameter_bytes(prepared.module), calls.state_bytes(prepared)
@@ -46,6 +65,14 @@ def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs:
         return replace(record, calibrated_on=prepared.calibrated_on)
 
     return calls.answer(case, measured)
+
+
+def _keep(case: Case, prepared: Any, last_s: float) -> None:
+    """Keep a call for its next round, if it fits."""
+    _BUILT[case.key] = prepared, last_s
+    inputs = [x for call, _ in _BUILT.values() for x in call.inputs]
+    if sum(x.numel() * x.element_size() for x in inputs) > _MOST_BYTES:
+        del _BUILT[case.key]
 
 
 def time_of(
@@ -56,6 +83,7 @@ def time_of(
     first: Call | None = None,
     least: int = 1,
     once_s: float = math.inf,
+    known_s: float = 0.0,
     before: Call = lambda: None,
 ) -> Record:
     """Time calls for about `seconds`, after a warm-up. With an L2 state, also measure device times.
@@ -63,6 +91,7 @@ def time_of(
     Args:
         first: The same call with checks of its result; None: no checks.
         once_s: A CPU call of at least this many seconds is timed once, without a warm-up.
+        known_s: Duration of the same call in an earlier round; half of `seconds` need no warm-up.
         before: Untimed preparation of each call.
     """
     clocked = clock.clock(case.device, case.threads)
@@ -71,7 +100,9 @@ def time_of(
         before()
         return clocked(call)
 
-    last_s = clock.warm_up(call, time_call, limit_s=seconds, first=first)
+    last_s = known_s
+    if known_s < seconds / 2 or not known_s:
+        last_s = clock.warm_up(call, time_call, limit_s=0.0 if known_s else seconds, first=first)
     times_s: tuple[float, ...] = (last_s,)
     device_times_s = None
     if case.device.startswith("cuda"):

@@ -107,6 +107,17 @@ def only_torch() -> bool:
     return os.environ.get(VARIABLE) == "torch"
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether fused attention multiplies bfloat16 in tiles, which makes it faster than float32.
+
+    It packs its operands for AMX alone. With AVX512_BF16 it took 1.04 to 1.07 times as long as float32.
+    """
+    if hasattr(torch.cpu, "get_capabilities"):
+        return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+    # Older PyTorch has a private function.
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
+
+
 def on_tensor_cores(dtype: torch.dtype) -> bool:
     """Whether products run on tensor cores, float32 only if torch allows TF32.
 

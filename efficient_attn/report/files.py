@@ -22,9 +22,11 @@ KINDS = ("png", "svg", "pdf")
 _LONGEST_TEXT, _LONGEST_CELL, _LONG_WORD = 20_000, 300, re.compile(r"\S{81,}")
 
 
-def save(figure: Any, folder: Path, name: str) -> list[Path]:
-    """Write a figure as PNG, SVG and PDF."""
-    return [write(folder / f"{name}.{kind}", to_bytes(figure, kind, salt=name)) for kind in KINDS]
+def save(figure: Any, folder: Path, name: str, svg: bytes | None = None) -> list[Path]:
+    """Write a figure as PNG, SVG and PDF, the SVG as given if it was drawn before."""
+    drawn = {"svg": svg or to_bytes(figure, "svg", salt=name)}
+    drawn |= {kind: to_bytes(figure, kind, salt=name) for kind in KINDS if kind not in drawn}
+    return [write(folder / f"{name}.{kind}", drawn[kind]) for kind in KINDS]
 
 
 def write_all(run: Any, folder: Path, *, title: str, interactive: bool = False) -> list[Path]:
@@ -38,13 +40,11 @@ def write_all(run: Any, folder: Path, *, title: str, interactive: bool = False) 
     figures = {name: draw(plot)[0].figure for name, plot in plots.items() if not plot.is_empty}
     texts = {SUMMARY: to_csv(run.summary()), **run.files()}
     paths = [write(folder / name, text) for name, text in texts.items()]
+    pages = {name: to_bytes(figure, "svg", salt=name) for name, figure in figures.items()}
     for name, figure in figures.items():
-        paths += save(figure, folder, name)
+        paths += save(figure, folder, name, pages[name])
     paths.append(write(folder / MARKDOWN, "\n\n".join(map(to_markdown, tables)) + "\n"))
-    drawings = [
-        (f"{plots[name].title}: {plots[name].conditions}", to_bytes(figure, "svg", salt=name))
-        for name, figure in figures.items()
-    ]
+    drawings = [(f"{plots[name].title}: {plots[name].conditions}", page) for name, page in pages.items()]
     environment = {name: value for name, value in flat(run.environment) if name != "command"}
     content = {"drawings": drawings, "tables": tables, "environment": environment}
     paths.append(write(folder / REPORT, render("page.html", run, title, **content)))

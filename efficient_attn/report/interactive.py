@@ -2,13 +2,12 @@
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from itertools import zip_longest
 from textwrap import wrap
 from typing import Any, NamedTuple
 
-from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import YARDSTICK
 from efficient_attn.report.figures import GRID, INK, MUTED, Axis, Chart, Plot, Series
 from efficient_attn.report.table import plain, short
@@ -42,18 +41,14 @@ class _Point(NamedTuple):
 
 
 def sections(plots: Collection[Plot]) -> list[tuple[Plot, list[Any]]]:
-    """Plots and their charts in HTML, after errors against times where both were measured."""
-    # Each chart by the positions of its slider.
-    parts = [(plot, [{"": chart} for chart in plot.charts]) for plot in plots]
-    if sliders := list(filter(None, _trade_offs(plots))):
-        parts.insert(0, (Plot("Error against time", "vertical line: exact attention", ()), sliders))
+    """Plots and their charts in HTML."""
     drawn = []
-    for number, (plot, groups) in enumerate(parts):
+    for number, plot in enumerate(plots):
         # Areas are drawn by matplotlib alone.
         texts = (text for text in re.split("; |\n", plot.conditions) if not text.startswith("shaded"))
         plot = plot._replace(conditions="; ".join(filter(None, texts)))
-        ids = (f"chart-{number}-{place}" for place in range(len(groups)))
-        drawn.append((plot, [_drawing(group, next(ids)) for group in groups]))
+        charts = [_drawing(x, f"chart-{number}-{place}") for place, x in enumerate(plot.charts)]
+        drawn.append((plot, charts))
     return drawn
 
 
@@ -67,53 +62,14 @@ def _around(values: Iterable[float | None]) -> tuple[float, float]:
     return min(numbers, default=1.0) / 1.5, max(numbers, default=1.0) * 1.5
 
 
-def _trade_offs(plots: Collection[Plot]) -> Iterator[dict[str, Chart]]:
-    """Charts of errors against times, each as {length: chart}."""
-    times = [chart for plot in plots for chart in plot.charts if chart.y.show is show_seconds]
-    for row in (row for plot in plots for row in plot.rows):
-        # Times of the same row have the shape of its errors.
-        time = next((chart for chart in [*row, *times] if chart in times), None)
-        for errors in filter(None, row):
-            if time and "error" in errors.y.label and errors.x.label == time.x.label:
-                yield _trade_off(time, errors)
-
-
-def _trade_off(time: Chart, errors: Chart) -> dict[str, Chart]:
-    times = {line.label: {point.x: point for point in _points(line)} for line in time.drawable().series}
-    lines = {line.label: line for line in errors.series if line.label in times and line.label != YARDSTICK}
-    lengths = sorted({x for label, line in lines.items() for x in line.x if x in times[label]})
-    # All lengths share their axes.
-    costs = (times[label][x].y for label in lines for x in lengths if x in times[label])
-    x_axis = time.y._replace(label="time of one call", limits=_around(costs))
-    values = (y for line in errors.series for y in line.y if errors.y.holds(y))
-    y_axis = errors.y._replace(limits=_around(values))
-    notes = (*time.notes, *(f"{tokens:.0f} tokens" for tokens in lengths if len(lengths) == 1))
-    charts = {}
-    for tokens in lengths:
-        series = [line for line in errors.series if not len(line.x)]
-        for label, line in lines.items():
-            seconds = times[label].get(tokens, _Point(tokens))
-            error = next((point for point in _points(line) if point.x == tokens), _Point(tokens))
-            hint = f"{error.status}; time{_interval(time.y, seconds)}"
-            # A logarithmic axis cannot hold 0: a line that lacks this length has no point.
-            x = seconds.y if seconds.y and error.status else 0.0
-            series.append(line._replace(x=(x,), y=(error.y,), low=(), high=(), hints=(hint,)))
-        if tokens in times.get(YARDSTICK, ()):
-            style = {"color": INK, "marker": "", "linewidth": 1.5}
-            series.append(Series(YARDSTICK, (times[YARDSTICK][tokens].y,), (), style))
-        charts[f"{tokens:.0f}"] = Chart(x_axis, y_axis, tuple(series), errors.title, notes)
-    return charts
-
-
-def _drawing(charts: Mapping[str, Chart], name: str) -> dict[str, Any]:
-    """Title, HTML and number of names of a chart, or of several under a slider at the last one."""
+def _drawing(chart: Chart, name: str) -> dict[str, Any]:
+    """Title, HTML and number of names of a chart."""
     from plotly.graph_objects import Figure
 
     rows: dict[str, int] = {}
-    chart, steps = list(charts.values())[-1], [_traces(step, rows) for step in charts.values()]
-    # Without such points there is no axis for them.
-    steps = [[trace for trace in step if rows or "yaxis" not in trace] for step in steps]
-    lines = [trace for trace in steps[-1] if "yaxis" not in trace]
+    # Without points off the axis there is no axis for them.
+    traces = [trace for trace in _traces(chart, rows) if rows or "yaxis" not in trace]
+    lines = [trace for trace in traces if "yaxis" not in trace]
     across, upwards = ([value for line in lines for value in line[name] if value] for name in ("x", "y"))
     x_axis, y_axis = _axis(chart.x, across, _TICKS_ACROSS), _axis(chart.y, upwards, _TICKS_UPWARDS)
     layout = {**_LAYOUT, "showlegend": True, "margin_t": 44, "xaxis": x_axis, "yaxis": y_axis}
@@ -138,26 +94,21 @@ def _drawing(charts: Mapping[str, Chart], name: str) -> dict[str, Any]:
             "absolute": (y_axis, [line["y"] for line in lines]),
             "vs exact": (_axis(ratio, values, _TICKS_UPWARDS), ratios),
         }
-        places = [place for place, trace in enumerate(steps[-1]) if "yaxis" not in trace]
+        places = [place for place, trace in enumerate(traces) if "yaxis" not in trace]
         states = []
         for label, (axis, y) in views.items():
             ticks = {f"yaxis.{name}": axis[name] for name in axis if name.startswith("tick")}
             shown = {"y": y, "error_y.visible": axis is y_axis}
             states.append(_state(label, "update", shown, {**ticks, "yaxis.autorange": True}, places))
         menus.append({**_BUTTONS, "buttons": states, "x": 1, "xanchor": "right"})
-    if len(charts) > 1:
-        moved = [{name: [line[name] for line in step] for name in ("x", "y", "hovertext")} for step in steps]
-        states = [_state(length, "restyle", step) for length, step in zip(charts, moved, strict=True)]
-        slider = {**_ABOVE, "steps": states, "active": len(states) - 1, "x": 0.45, "len": 0.55, "ticklen": 0}
-        layout |= {"sliders": [{**slider, "currentvalue": {"prefix": "tokens: "}}], "margin_t": 80}
-    figure = Figure(steps[-1]).update_layout(**layout, updatemenus=menus)
+    figure = Figure(traces).update_layout(**layout, updatemenus=menus)
     html = figure.to_html(full_html=False, include_plotlyjs=False, config=_CONFIG, div_id=name)
     title = "; ".join(filter(None, (chart.title, *chart.notes)))
     return {"title": title, "html": html, "names": sum(line["showlegend"] for line in lines)}
 
 
 def _state(label: str, method: str, *arguments: Any) -> dict[str, Any]:
-    """Button of a menu, or step of a slider."""
+    """Button of a menu."""
     return {"label": label, "method": method, "args": list(arguments)}
 
 

@@ -40,6 +40,7 @@ class Table(NamedTuple):
         columns: Headings. `quantity, unit` takes two rows.
         rows: Cells. A tab separates a value from its interval, which terminals omit.
         best, worse: Cells (row, column) of the best values, and of values worse than uniform attention.
+        detail: Shown on the page and left out in a terminal.
     """
 
     title: str
@@ -48,6 +49,7 @@ class Table(NamedTuple):
     notes: tuple[str, ...] = ()
     best: tuple[tuple[int, int], ...] = ()
     worse: tuple[tuple[int, int], ...] = ()
+    detail: bool = False
 
     def compared(
         self,
@@ -56,17 +58,19 @@ class Table(NamedTuple):
         scores: Collection[str] = (),
         costs: Collection[str] = (),
         speeds: Collection[str] = (),
+        skip: Collection[str] = (),
     ) -> "Table":
-        """Copy with the best values of these columns marked.
+        """Copy with the best decided values of these columns marked.
 
-        Baselines have no best error or score. Marks errors and scores worse than uniform attention's.
+        Baselines and the rows of `skip` are never best. Marks errors and scores worse than uniform
+        attention's.
         """
         best, worse = list(self.best), list(self.worse)
         kinds = ((errors, min, True), (scores, max, True), (costs, min, False), (speeds, max, False))
         for (names, best_of, quality), (column, name) in product(kinds, enumerate(self.columns)):
             cells = ((number, row[0], _VALUE.match(row[column])) for number, row in enumerate(self.rows))
             values = {(number, label): float(match[1]) for number, label, match in cells if match}
-            skipped = {UNIFORM_ATTENTION, *((YARDSTICK, DENSE, ORIGINAL) if quality else ())}
+            skipped = {UNIFORM_ATTENTION, YARDSTICK, DENSE, ORIGINAL, *skip}
             competing = [value for (_, label), value in values.items() if label not in skipped]
             uniform = [value for (_, label), value in values.items() if label == UNIFORM_ATTENTION]
             if name not in names or len(competing) < 2:

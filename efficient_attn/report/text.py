@@ -5,10 +5,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from efficient_attn.errors import NOT_CAUSAL
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.units import show_bytes
 from efficient_attn.report.table import PREDICTED, UNDECIDED, brief, plain
-from efficient_attn.stats.estimates import Typical
+from efficient_attn.stats.estimates import OPEN, SAME, Typical
 
 QUEUED_NOTE = (
     "Device time: queued calls without launch time, with a {} L2 cache. Time: single calls on an idle "
@@ -16,7 +17,7 @@ QUEUED_NOTE = (
 )
 
 # Descriptions of inputs with unclear names. Only earlier runs have stitched inputs.
-_INPUTS = {"stitched": "concatenated documents", "decoder": "causal decoder"}
+_INPUTS = {"stitched": "concatenated documents"}
 # An interval wider than this share of the median to either side is shown.
 _NOISY = 0.1
 # A median whose interval reaches beyond this factor decides nothing.
@@ -37,12 +38,17 @@ def three_digits(value: float) -> str:
     return f"{value:.{2 if value < 10 else 1}f}" if value >= 1 else f"{value:.3g}"
 
 
+def two_digits(value: float) -> str:
+    """Two significant digits without an exponent."""
+    return f"{float(f'{value:.2g}'):.6g}"
+
+
 def rounded(value: float, low: float | None = None, high: float | None = None) -> str:
-    """Value without digits that its interval leaves open, at most three."""
+    """Value with two or three digits: the third one if its interval settles it."""
     if low is None or high is None or not 0 < high - low < math.inf:
         return three_digits(value)
-    half_width = min((high - low) / 2, abs(value))
-    last = max(math.floor(math.log10(half_width)), math.floor(math.log10(abs(value))) - 2)
+    half_width, first = min((high - low) / 2, abs(value)), math.floor(math.log10(abs(value)))
+    last = min(max(math.floor(math.log10(half_width)), first - 2), first - 1)
     return f"{round(value, -last):.{max(-last, 0)}f}"
 
 
@@ -81,38 +87,43 @@ def show_spread(value: float, low: float | None, high: float | None, *, unit: fl
 
 
 def show_ratio(ratio: Typical) -> str:
-    """Cell `3.1×` with its interval, undecided if that is wide or contains 1, or one digit without one."""
+    """Cell `3.1×` with its interval, `?` behind while it is not decided."""
     if ratio.low is None:
-        return f"{float(f'{ratio.median:.1g}'):g}×{UNDECIDED}"
-    decided = ratio.side_of_one and not is_wide(*ratio[:3])
-    text = f"{rounded(*ratio[:3])}×{'' if decided else UNDECIDED}"
+        return f"{two_digits(ratio.median)}×{UNDECIDED}"
+    text = f"{rounded(*ratio[:3])}×{UNDECIDED if ratio.outcome == OPEN else ''}"
     return "\t".join(filter(None, (text, interval_words(*ratio[:3]))))
 
 
 def compared(ratio: Typical) -> str:
     """`8 ± 3 times faster`, `3.9 times slower`, or an undecided ratio with its interval."""
     value, low, high = ratio[:3]
+    if low is not None and high is not None and ratio.outcome == SAME:
+        return f"as fast within 10 % ({interval_words(value, low, high)}×)"
     if low is not None and high is not None and not ratio.side_of_one:
         return f"undecided, {rounded(value, low, high)}× the speed ({interval_words(value, low, high)})"
     text = f"times {'slower' if value < 1 else 'faster'}"
     if value < 1:
         value, low, high = 1 / value, high and 1 / high, low and 1 / low
     if low is None or high is None:
-        return f"{float(f'{value:.1g}'):g} {text}"
+        return f"{two_digits(value)} {text}"
     half_width = (high - low) / 2
     if half_width > _UNEVEN * value:
         return f"{rounded(value, low, high)} {text} ({interval_words(value, low, high)})"
     return f"{rounded(value, low, high)} ± {half_width:.1g} {text}"
 
 
-def mark_notes(rows: Iterable[Sequence[str]]) -> tuple[str, ...]:
+def mark_notes(
+    rows: Iterable[Sequence[str]],
+    words: str = "predicted or extrapolated",
+    doubt: str = "undecided, interval too wide or unknown",
+) -> tuple[str, ...]:
     """A line on the marks of cells, where there are any."""
     cells = [brief(cell) for row in rows for cell in row[1:]]
     notes = []
     if any(cell.startswith(PREDICTED) for cell in cells):
-        notes.append(f"{PREDICTED}: predicted or extrapolated.")
+        notes.append(f"{PREDICTED}: {words}.")
     if any(cell.endswith(UNDECIDED) for cell in cells):
-        notes.append(f"{UNDECIDED}: undecided, interval too wide or unknown.")
+        notes.append(f"{UNDECIDED}: {doubt}.")
     return (" ".join(notes),) if notes else ()
 
 
@@ -156,7 +167,11 @@ def failure_notes(records: Iterable[Record]) -> tuple[str, ...]:
     """Lines on failed measurements, each backend and reason once."""
     failed = [record for record in records if record.status != "ok"]
     unaffordable = [r for r in failed if r.status == "skipped" and "--budget" in (r.reason or "")]
-    notes = dict.fromkeys(f"{r.case.label}: {r.status}: {r.reason}" for r in failed if r not in unaffordable)
+    rest = [r for r in failed if r not in unaffordable]
+    acausal = [r for r in rest if r.status == "unsupported" and NOT_CAUSAL in (r.reason or "")]
+    notes = dict.fromkeys(f"{r.case.label}: {r.status}: {r.reason}" for r in rest if r not in acausal)
+    if acausal:
+        notes[f"Not causal: {', '.join(dict.fromkeys(r.case.label for r in acausal))}."] = None
     return (*notes, skipped_note(len(unaffordable))) if unaffordable else tuple(notes)
 
 

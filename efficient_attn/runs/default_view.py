@@ -6,7 +6,7 @@ from typing import Any
 from efficient_attn.measure.record import Record
 from efficient_attn.report.table import NOT_MEASURED, Table
 from efficient_attn.report.text import failure_notes, show_ratio, show_spread, three_digits
-from efficient_attn.stats.estimates import call_time, on_device, time_ratio
+from efficient_attn.stats.estimates import call_time, middle, on_device, time_ratio
 
 
 def cost_cells(
@@ -24,7 +24,10 @@ def cost_cells(
 
 
 def flat_row(record: Record) -> dict[str, Any]:
-    """One flat row: options in columns, times by their median, no raw lists."""
+    """Flat row with options in columns and medians of times and draws.
+
+    Models and kernel entries have the mean over draws alone, `NAME_mean`, as in their tables.
+    """
     fields = type(record).fields().items()
     lists = {"options"} | {name for name, field in fields if field.type.endswith("numbers")}
     row = {name: value for name, value in record.row().items() if name not in lists}
@@ -36,6 +39,11 @@ def flat_row(record: Record) -> dict[str, Any]:
         row |= {f"time_p{share}_s": ordered[round(share / 100 * (samples - 1))] for share in (20, 50, 80)}
         if record.case.kind == "time" and median:
             row["tokens_per_s"] = record.case.batch * record.case.tokens / median
+    for name in [name for name in row if record.measured.get(f"{name}_draws")]:
+        row[f"{name}_mean"] = row.pop(name)
+        draws = [draw for draw in record.measured[f"{name}_draws"] if draw is not None]
+        if draws and record.case.of not in ("kernel", "model"):
+            row[name], row[f"{name}_low"], row[f"{name}_high"], _ = middle(draws)
     if record.device_times_s:
         row["device_time_s"] = call_time(on_device(record)).median
     return row
@@ -57,7 +65,8 @@ def record_tables(records: Sequence[Record]) -> list[Table]:
     shown = [quantity for quantity in declared if quantity.compared and quantity.field in fields]
     rows = []
     for record in measured:
-        values = (_cell(getattr(record, quantity.field)) for quantity in shown)
+        row = {**record.measured, **flat_row(record)}
+        values = (_cell(row.get(quantity.field)) for quantity in shown)
         rows.append((record.case.label, str(record.case.tokens), *values))
     heads = (f"{quantity.name}, {quantity.unit}".removesuffix(", ") for quantity in shown)
     return [Table("Records", ("backend", "tokens", *heads), tuple(rows), failure_notes(records))]

@@ -14,7 +14,7 @@ from typing import Any
 
 from efficient_attn.contained import described
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.report.table import short
@@ -23,10 +23,11 @@ from efficient_attn.runs.store import OVER_BUDGET, Store, over_budget
 from efficient_attn.runs.study import Point, Points
 
 # Seconds of timed calls in a round; the rounds of a run take at most this share of its budget.
-_ROUND_S, _SHARE_OF_BUDGET = 0.1, 0.5
+_ROUND_S, _SHARE_OF_BUDGET = 0.05, 0.5
 
-# Seconds that tables, plots and the page take after the last point, at most this share of a budget.
-_SAVING_S, _SHARE_OF_SAVING = 6.0, 0.3
+# Seconds that tables, plots and the page take after the last point on a busy machine, at most this share of
+# a budget.
+_SAVING_S, _SHARE_OF_SAVING = 14.0, 0.3
 
 
 def _drive(points: Points, measure: Callable[[list[Point]], list[Record | None]]) -> None:
@@ -192,6 +193,8 @@ class Engine:
                     continue
                 start = time.monotonic()
                 record = _measured(point, seconds=self._round_s)
+                if record.round_sizes:
+                    record = replace(record, round_numbers=(number,))
                 seconds = time.monotonic() - start
                 spent_s[key] += seconds
                 self._durations.learn(point, record, seconds)
@@ -255,12 +258,17 @@ class Engine:
             for left in self._missing.values()
         )
         left_s = max(self._left_s(), 0.0)
+        range_s = self._durations.range_s(remaining_s, left_s)
+        if not self._missing and math.isfinite(left_s):
+            # Further rounds end where the study has enough of them, at the latest with the budget.
+            range_s = 0.0, left_s
         return Progress(
             done=self._done,
             total=self._done + len(self._missing),
-            range_s=self._durations.range_s(remaining_s, left_s),
+            range_s=range_s,
             spent=None if math.isinf(left_s) else 1 - left_s / self._budget_s,
             outcome=f"{point.title}: {record.status}",
             record=record,
-            current=next((left.title for left in self._missing.values()), ""),
+            records=self._store.records.values(),
+            current=next((left.title for left in self._missing.values()), point.title),
         )

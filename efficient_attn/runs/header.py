@@ -16,6 +16,9 @@ from efficient_attn.runs.study import Settled, Study
 
 STUDY, OPTIONS, SETTLED = "study", "options", "settled"
 
+# Option of which a resumed run takes the settled value, and the entry with its reason.
+SETTLED_THREADS, FREE_CORES = "threads", "free_cores"
+
 # Longer texts are stored by their digest.
 _LONGEST_TEXT = 1000
 
@@ -77,6 +80,9 @@ def requested(kind: type[Study], typed: Mapping[str, Any], stored: Mapping[str, 
 
         if name not in typed:
             options[name] = _decoded(value, refuse)
+            if name == SETTLED_THREADS and value is None:
+                # The load may be another one now.
+                options[name] = stored.get(SETTLED, {}).get(name)
         elif not item.metadata.get("free") and _encoded(typed[name]) != value:
             raise DataError(_difference(folder, name, *map(_decoded, (value, _encoded(typed[name])))))
     study = kind(**options)

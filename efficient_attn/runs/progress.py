@@ -1,7 +1,7 @@
 """Progress of a run: predicted durations, learnt while it measures."""
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from statistics import fmean, quantiles
 from typing import NamedTuple
@@ -72,6 +72,7 @@ class Progress:
     Attributes:
         range_s: Shortest and longest likely time left.
         spent: Share of the budget, if there is one.
+        records: All records so far.
         current: Title of the next point, empty after the last.
     """
 
@@ -82,6 +83,7 @@ class Progress:
     record: Record
     spent: float | None = None
     current: str = ""
+    records: Collection[Record] = ()
 
     def __str__(self) -> str:
         return f"[{self.done}/{self.total}] {self.outcome}; {self.left}"

@@ -82,7 +82,7 @@ class Results:
             )
 
     def to_pandas(self, raw: bool = False, constant: bool = False) -> Any:
-        """One row per case, flat, times as a median with its interval.
+        """One flat row per case, times and draws as medians with intervals.
 
         Args:
             raw: One row per sample.

@@ -3,6 +3,7 @@
 import inspect
 import math
 import textwrap
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -158,10 +159,11 @@ def python_function(kind: type[Study]) -> Callable[..., Results]:
     signature = inspect.signature(kind)
 
     def run(*args: Any, **options: Any) -> Results:
+        start_s = time.monotonic()
         of_run = {name: options.pop(name) for name in _OF_A_RUN if name in options}
         typed = signature.bind_partial(*args, **options).arguments
         folder = {name: of_run[name] for name in ("out", "resume") if name in of_run}
-        return run_study(prepare(kind, typed, **folder), **of_run)
+        return run_study(prepare(kind, typed, **folder), start_s=start_s, **of_run)
 
     shared = inspect.signature(run_study).parameters
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]  # help() reads it

@@ -48,11 +48,11 @@ def _or(help: str, default: str | None) -> str:
     return help if default is None else f"{help.removesuffix('.')}; {default} if omitted."
 
 
-def backends(*, free: bool = True) -> Any:
+def backends(*, free: bool = True, usual: str = "those near softmax") -> Any:
     """Backends by name or file."""
     return option(
         None,
-        f"Names or FILE.py:function; all near softmax if omitted. {RUNS_CODE}",
+        f"Names, all, or FILE.py:function; {usual} if omitted. {RUNS_CODE}",
         flag="--backend",
         metavar="NAME[,NAME…]",
         parse=parse_names,
@@ -121,7 +121,7 @@ def dtype(default: str | None, help: str) -> Any:
 
 def threads() -> Any:
     """Threads of PyTorch on the CPU."""
-    return option(None, "CPU threads; torch's default if omitted.", least=1, rare=True)
+    return option(None, "CPU threads; as many as cores are free if omitted.", least=1, rare=True)
 
 
 def seed() -> Any:

@@ -14,7 +14,7 @@ from efficient_attn.measure.record import NO_LINK, Case, Reading, Record, append
 from efficient_attn.measure.variants import MODEL
 from efficient_attn.report.table import short
 from efficient_attn.report.text import flat
-from efficient_attn.runs.header import OPTIONS, SETTLED
+from efficient_attn.runs.header import FREE_CORES, OPTIONS, SETTLED
 from efficient_attn.runs.study import Point
 
 RECORDS, ENVIRONMENT, COMMAND = "records.jsonl", "environment.json", "command.txt"
@@ -150,7 +150,9 @@ def continued(
         measured: Backends with a result; other code, of an added backend or a mended one, is the one of now.
     """
     code = {name: text for name, text in stored.get(CODE, {}).items() if name in measured}
-    return {**stored, OPTIONS: machine[OPTIONS], SETTLED: machine[SETTLED], CODE: {**machine[CODE], **code}}
+    # The threads are those of the first part of the run.
+    settled = {**machine[SETTLED], FREE_CORES: stored.get(SETTLED, {}).get(FREE_CORES)}
+    return {**stored, OPTIONS: machine[OPTIONS], SETTLED: settled, CODE: {**machine[CODE], **code}}
 
 
 def mend(path: Path, reading: Reading) -> list[str]:

@@ -56,6 +56,7 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         candidates: Labels of the backends that are compared.
         device: Device that measures, in this dtype and with this number of threads on the CPU.
+        free_cores: Cores that others left free, in words, if the threads follow from them.
         model: Names and digests of the model, its texts and its layers.
     """
 
@@ -63,6 +64,7 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     dtype: str | None = None
     threads: int | None = None
+    free_cores: str | None = None
     model: Mapping[str, Any] = {}
 
     def missing(self, measured: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure import isolation
-from efficient_attn.measure.environment import available_bytes, usable_cores
+from efficient_attn.measure.environment import available_bytes, free_cores, usable_cores
 from efficient_attn.measure.isolation import NONE, Measurer
 from efficient_attn.measure.memory import ITEM_BYTES
 from efficient_attn.measure.record import Case, Record
@@ -42,8 +42,12 @@ class Workload:
     seed: int = 0
 
 
-def settle(workload: Workload) -> Workload:
-    """The workload with device, dtype and threads chosen, checked against this machine."""
+def settle(workload: Workload, *, timed: bool = True) -> Workload:
+    """The workload with device, dtype and threads chosen, checked against this machine.
+
+    Args:
+        timed: Whether other processes take cores from the threads. Errors have equal threads at any load.
+    """
     # Help texts are shown without torch.
     import torch
 
@@ -65,10 +69,23 @@ def settle(workload: Workload) -> Workload:
         layers = _DEFAULT_LAYERS if layers is None else layers
         positive_count("layers", layers)
     threads = torch.get_num_threads() if workload.threads is None else workload.threads
+    if timed and workload.threads is None and device == "cpu" and threads > 1:
+        # A parallel region waits for its slowest thread, which waits for its core.
+        threads = min(threads, free_cores())
     positive_count("threads", threads)
     if workload.threads is not None and threads > usable_cores():
         raise OptionError(f"threads is at most the {usable_cores()} cores that can be used, not {threads}.")
     return replace(workload, device=device, dtype=dtype, threads=threads, layers=layers)
+
+
+def core_words(settled: Workload, threads: int | None) -> str | None:
+    """`1 of 2 cores free`, or None where the option `threads` or the library chose the threads."""
+    import torch
+
+    cores = usable_cores()
+    chosen = settled.threads == cores or (settled.threads or 0) < torch.get_num_threads()
+    shown = threads is None and settled.device == "cpu" and cores > 1 and chosen
+    return f"{settled.threads} of {cores} cores free" if shown else None
 
 
 def _device(device: str) -> str:

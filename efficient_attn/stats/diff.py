@@ -191,7 +191,8 @@ def _compared_times(
     """Medians, their ratio over rounds and the verdict, or None without usable numbers."""
     if quantity.name == "device_time_s":
         old, new = on_device(old), on_device(new)
-    before, after, ratio = call_time(old).median, call_time(new).median, time_ratio(old, new)
+    before, after = call_time(old).median, call_time(new).median
+    ratio = time_ratio(old, new, between_runs=True)
     if not all(0 < value < _LARGEST for value in (before, after, ratio.median)):
         return None
     verdict = _verdict(quantity, 1.0, ratio.median, threshold, ratio.side_of_one != 0)

@@ -6,13 +6,16 @@ interval. Neighbouring rounds may be correlated, which a handful of rounds canno
 enough for a first-order autoregression with a correlation of 0.7, and conservative for independent rounds.
 
 Rounds do not show the shift that all calls of a case share in one run, for example by its place in memory.
-A shift of 3 %, one standard deviation, is added to the rounds: the log half-width h becomes
-√(h² + (1.96 · 0.03)²), and of a ratio, with a shift in both times, √(h² + 2 (1.96 · 0.03)²).
+The rounds of one run are interleaved, so that its own speeds leave the shift out. Between two runs a shift of
+3 %, one standard deviation, is added to both times of a ratio: its log half-width h becomes
+√(h² + 2 (1.96 · 0.03)²).
+
+Speeds within a run that measures until they are decided: `stats/speeds`.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from statistics import NormalDist, median
@@ -49,8 +52,8 @@ CORRELATION = 0.7
 # Assumed standard deviation of the shift of a case from run to run, relative to its time.
 RUN_SHIFT = 0.03
 
-# Half-width of the 95 % interval from the shift alone.
-SHIFT_HALF_WIDTH = RUN_SHIFT * NormalDist().inv_cdf(1 - OUTSIDE)
+# Half-width of the 95 % interval of the logarithm of a ratio from the shifts of two runs alone.
+SHIFT_HALF_WIDTH = math.sqrt(2) * RUN_SHIFT * NormalDist().inv_cdf(1 - OUTSIDE)
 
 # Bounds on plausible times, beyond which products leave the range of floats.
 _SHORTEST_S, _LONGEST_S = 1e-90, 1e90
@@ -70,12 +73,16 @@ QUANTITIES = {
 TIME, DEVICE_TIME = "time", "device time"
 
 # Fields that may differ between the cases of several runs, and then become part of the curve's name.
-_MAY_DIFFER = (
+MAY_DIFFER = (
     *("of", "layers", "batch", "num_heads", "num_kv_heads", "head_dim", "causal", "backward"),
     *("dtype", "device", "threads", "inputs", "seed", "l2"),
 )
 
 Namer = Callable[[Case], str]
+
+# What is known of a ratio. Within 10 % of 1 both are the same.
+FASTER, SLOWER, SAME, OPEN = "faster", "slower", "same", "open"
+_SAME = 1.1
 
 
 class Middle(NamedTuple):
@@ -105,6 +112,14 @@ class Typical(NamedTuple):
         if self.low is None or self.high is None:
             return 0
         return int(self.low > 1) - int(self.high < 1)
+
+    @property
+    def outcome(self) -> str:
+        """FASTER or SLOWER, SAME for an interval within 10 % of 1, else OPEN."""
+        if self.side_of_one:
+            return FASTER if self.side_of_one > 0 else SLOWER
+        low, high = self.low or 0.0, self.high or math.inf
+        return SAME if low >= 1 / _SAME and high <= _SAME else OPEN
 
 
 def middle(samples: Sequence[float]) -> Middle:
@@ -137,7 +152,7 @@ def call_time(record: Record) -> Typical:
     times_s, rounds = record.times_s or (), round_times(record)
     if not len(rounds):
         return Typical(middle(times_s).median, None, None, len(times_s))
-    return _typical(rounds, SHIFT_HALF_WIDTH)._replace(samples=len(times_s))
+    return _typical(rounds)._replace(samples=len(times_s))
 
 
 def on_device(record: Record) -> Record:
@@ -145,18 +160,31 @@ def on_device(record: Record) -> Record:
     return replace(record, times_s=record.device_times_s, device_times_s=None)
 
 
-def time_ratio(record: Record, baseline: Record) -> Typical:
+def time_ratio(record: Record, baseline: Record, *, between_runs: bool = False) -> Typical:
     """Speed-up over a baseline: median ratio of times over common rounds.
 
     Effects on both times of a round cancel. A value above 1 means that `record` is faster.
+
+    Args:
+        between_runs: Whether the records are of two runs, whose shifts then widen the interval.
     """
-    times, baseline_times = round_times(record), round_times(baseline)
-    # Rounds are missing at the end only.
-    common = min(len(times), len(baseline_times))
-    if not common:
+    ratios = round_ratios(record, baseline)
+    if not len(ratios):
         # A file may hold times of zero.
         return Typical(call_time(baseline).median / (call_time(record).median or 1.0), None, None, 0)
-    return _typical(baseline_times[:common] / times[:common], math.sqrt(2) * SHIFT_HALF_WIDTH)
+    return _typical(ratios, SHIFT_HALF_WIDTH if between_runs else 0.0)
+
+
+def round_ratios(record: Record, baseline: Record) -> Floats:
+    """Ratio of both times in each common round, empty if rounds are unknown."""
+    sides = [dict(zip(_round_numbers(side), round_times(side), strict=False)) for side in (record, baseline)]
+    return np.array([sides[1][number] / sides[0][number] for number in sides[0] if number in sides[1]])
+
+
+def _round_numbers(record: Record) -> Sequence[int]:
+    """Number of each round; earlier records counted them from 0 without gaps."""
+    numbers, count = record.round_numbers or (), len(record.round_sizes or ())
+    return numbers if len(numbers) == count else range(count)
 
 
 def round_times(record: Record) -> Floats:
@@ -174,8 +202,8 @@ def round_times(record: Record) -> Floats:
     return np.array([median(times_s[start:end]) for start, end in pairwise(ends) if end > start])
 
 
-def _typical(rounds: Floats, shift: float) -> Typical:
-    """Median with an interval symmetric in the logarithm and at least `shift` wide, if rounds suffice."""
+def _typical(rounds: Floats, shift: float = 0.0) -> Typical:
+    """Median with an interval symmetric in the logarithm, widened by `shift`, if rounds suffice."""
     centre = median(rounds.tolist())
     if len(rounds) < FEWEST_ROUNDS:
         return Typical(centre, None, None, len(rounds))
@@ -207,21 +235,6 @@ class Curve(NamedTuple):
         return tuple(point for point in self.points if point.value is not None)
 
 
-class SpeedUp(NamedTuple):
-    """Speed-ups of a backend over exact attention in the same setting.
-
-    Attributes:
-        case: Case of the backend at the longest common length.
-        last: Speed-up at that length.
-        ratios: Speed-up at every common length, above 1 if the backend is faster.
-    """
-
-    label: str
-    case: Case
-    last: Typical
-    ratios: Mapping[int, Typical]
-
-
 def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
     """Curves of `time_s`, `peak_bytes`, `parameter_bytes` or `state_bytes`.
 
@@ -241,27 +254,6 @@ def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
         points.setdefault(name(record.case), []).append(point)
     groups = (Curve(label, group[0].record.case.backend, tuple(group)) for label, group in points.items())
     return tuple(sorted(groups, key=_place))
-
-
-def speed_ups(all_curves: Sequence[Curve]) -> list[SpeedUp]:
-    """Speed-ups of all curves of times over exact attention in the same setting."""
-    cases = [(curve, curve.points[0].record.case) for curve in all_curves]
-    # The label names the execution.
-    fields = (*_MAY_DIFFER, "execution")
-    settings = [(curve, tuple(getattr(case, field) for field in fields)) for curve, case in cases]
-    compared = []
-    for curve, setting in settings:
-        exact = [match for match, same in settings if match.backend == YARDSTICK and same == setting]
-        if len(exact) != 1 or exact[0] is curve:
-            continue
-        baseline = {point.tokens: point for point in exact[0].measured}
-        pairs = [(point, baseline[point.tokens]) for point in curve.measured if point.tokens in baseline]
-        if not pairs:
-            continue
-        ratios = {point.tokens: time_ratio(point.record, exact.record) for point, exact in pairs}
-        case = pairs[-1][0].record.case
-        compared.append(SpeedUp(curve.label, case, ratios[case.tokens], ratios))
-    return compared
 
 
 def grouped(records: Iterable[R], *fields: str) -> list[list[R]]:
@@ -290,7 +282,7 @@ def by_clock(records: Sequence[Record]) -> dict[str, Sequence[Record]]:
 
 def namer(cases: Sequence[Case]) -> Namer:
     """Function that names a case by its label and the fields that differ between these cases."""
-    differ = [field for field in _MAY_DIFFER if len({str(getattr(case, field)) for case in cases}) > 1]
+    differ = [field for field in MAY_DIFFER if len({str(getattr(case, field)) for case in cases}) > 1]
     return lambda case: ", ".join(filter(None, [case.label, *(_say(case, field) for field in differ)]))
 
 
@@ -308,8 +300,8 @@ def _place(curve: Curve) -> tuple[bool, bool, list[tuple[int, str]]]:
     return curve.backend != YARDSTICK, curve.backend != CEILING, name
 
 
-def half_width(samples: Floats, correlation: float = 0.0) -> float:
-    """Half-width of the 95 % interval of a mean of at least two samples.
+def half_width(samples: Floats, correlation: float = 0.0, tail: float = OUTSIDE) -> float:
+    """Half-width of the interval of a mean of at least two samples, with this probability on either side.
 
     Neighbouring samples may be correlated, as in a first-order autoregression: the mean then varies more than
     for independent samples, and the sample variance is smaller.
@@ -319,7 +311,7 @@ def half_width(samples: Floats, correlation: float = 0.0) -> float:
     variance = 1 + 2 * float(((1 - lags / count) * correlation**lags).sum())
     inflation = math.sqrt(variance * (count - 1) / (count - variance))
     error = float(samples.std(ddof=1)) * inflation / math.sqrt(count)
-    return quantile(OUTSIDE, count - 1) * error
+    return quantile(tail, count - 1) * error
 
 
 def upper_tail(value: float, freedom: float) -> float:

@@ -7,13 +7,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from efficient_attn.measure.record import Record
-from efficient_attn.stats.estimates import call_time
+from efficient_attn.stats.estimates import round_times
 
 # Key of an environment that lists the conditions during the run, one entry per resumption.
 DURING = "during"
 
-# Shares of all cores taken by others, and of a median on one side of its interval, that are reported.
+# Share of all cores taken by others, and relative standard deviation of rounds, that are reported.
 _LOADED, _NOISY = 0.1, 0.1
 
 
@@ -38,19 +40,23 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
     ]
     if not timed:
         return []
-    times = [call_time(record) for record in timed]
-    widths = [0.0 if time.high is None else time.high / time.median - 1 for time in times]
-    load, noisy = background_load(environment), sum(width > _NOISY for width in widths)
+    scatter = [spread for record in timed if (spread := _scatter(record)) is not None]
+    load, noisy = background_load(environment), sum(spread > _NOISY for spread in scatter)
     sentences = []
     if noisy:
-        widest = f"up to ±{100 * max(widths):.0f} %" if max(widths) < 1 else "some wider than ×2"
-        text = f"{noisy} of {len(timed)} timings are noisy (95 % intervals {widest})."
+        text = f"{noisy} of {len(timed)} timings scatter by more than {100 * _NOISY:.0f} % between rounds."
         # A load has a sentence of its own.
         sentences.append(f"{text} {_ROUNDS}" if remedy(load) == _ROUNDS else text)
     if load > _LOADED:
         sentences.append(f"Background load {100 * load:.0f} %. {_THREADS}")
     remarks = dict.fromkeys(f"{record.case.label}: {record.reason}." for record in timed if record.reason)
     return [*sentences, *remarks]
+
+
+def _scatter(record: Record) -> float | None:
+    """Standard deviation of the logarithms of the rounds, None for fewer than two."""
+    rounds = round_times(record)
+    return float(np.log(rounds).std(ddof=1)) if len(rounds) > 1 else None
 
 
 def background_load(environment: Mapping[str, Any] | None) -> float:

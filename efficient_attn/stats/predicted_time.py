@@ -80,21 +80,36 @@ def time_models(records: Iterable[Record], targets: Mapping[str, Any] | None = N
     """
     timed = (r for r in records if r.case.kind == "time" and r.status == "ok" and r.times_s)
     groups = {group[0].case.label: group for group in grouped(timed, "label")}
-    return {
-        label: _fit(group, (targets or {}).get(label, group[0].case.backend))
-        for label, group in groups.items()
-        if len(group) >= FEWEST_CALLS
-    }
+    models = {}
+    for label, group in groups.items():
+        case, target = group[0].case, (targets or {}).get(label, group[0].case.backend)
+        if len(group) >= FEWEST_CALLS:
+            counts = [_counts(replace(record.case, label=""), target) for record in group]
+            rates, scatter = _fit(counts, [call_time(record).median for record in group])
+            models[label] = TimeModel(case, target, tuple(rates), scatter, len(group))
+    return models
 
 
-def _fit(records: Sequence[Record], target: Any) -> TimeModel:
-    times_s = np.array([call_time(record).median for record in records])
+def extrapolated(times_s: Mapping[int, float], tokens: int) -> tuple[float, float, float] | None:
+    """Time at a length with its interval, from t = a + b · tokens + c · tokens² with a, b, c ≥ 0.
+
+    A length with a time has that time; fewer than FEWEST_CALLS times predict nothing.
+    """
+    if tokens in times_s:
+        return (times_s[tokens],) * 3
+    if len(times_s) < FEWEST_CALLS:
+        return None
+    rates, scatter = _fit([(1.0, n, n**2) for n in times_s], [*times_s.values()])
+    value, factor = float(np.dot(rates, (1.0, tokens, tokens**2))), _factor(scatter, len(times_s))
+    return value, value / factor, value * factor
+
+
+def _fit(counts: Sequence[Sequence[float]], times_s: Sequence[float]) -> tuple[Floats, float]:
+    """Rates, and the scatter of each time around its prediction from the others."""
     # Shares of a call: every row sums to one where the prediction equals the measurement.
-    counts = [_counts(replace(record.case, label=""), target) for record in records]
-    shares = np.array(counts) / times_s[:, None]
+    shares = np.array(counts) / np.array(times_s)[:, None]
     missed = [math.log(shares[n] @ _rates(np.delete(shares, n, axis=0))) for n in range(len(times_s))]
-    scatter = math.sqrt(float(np.mean(np.square(missed))))
-    return TimeModel(records[0].case, target, tuple(_rates(shares)), scatter, len(records))
+    return _rates(shares), math.sqrt(float(np.mean(np.square(missed))))
 
 
 def _rates(shares: Floats) -> Floats:

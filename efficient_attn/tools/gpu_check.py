@@ -25,9 +25,7 @@ from efficient_attn.runs.store import RECORDS, Store, open_folder, read_json, ru
 from efficient_attn.runs.study import Points, Run, Settled
 from efficient_attn.runs.workload import Costs, Workload, settle
 from efficient_attn.stats.estimates import DEVICE_TIME, by_clock, call_time, on_device, time_ratio
-from efficient_attn.studies.bench import DEFAULT_MAX_ERROR
-from efficient_attn.studies.bench import tables as bench
-from efficient_attn.studies.bench import view as bench_view
+from efficient_attn.studies.bench import Bench
 
 VERDICT, PAGE = "verdict.json", "gpu-check.md"
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
@@ -86,11 +84,13 @@ class GpuCheck(NamedTuple):
         columns = ("kernel", "precision", "outcome", "tile", "cases served", "largest error / bound")
         title = f"Fused kernels on {self.verdict['machine']['gpu']}"
         tables = [Table(title, columns, tuple(rows), (*notes,))]
-        return [*tables, *bench.tables(self.records), *self._predictions()] if self.records else tables
+        if not self.records:
+            return tables
+        return [*tables, *Bench().tables(self.records, Run(Settled())), *self._predictions()]
 
     def sentences(self) -> list[str]:
         """Speeds against exact attention, with crossovers."""
-        return bench_view.sentences(self.records, DEFAULT_MAX_ERROR, Run(Settled())) if self.records else []
+        return Bench().sentences(self.records, Run(Settled())) if self.records else []
 
     def _predictions(self) -> list[Table]:
         if "H100" not in self.verdict["machine"]["gpu"]:

@@ -18,6 +18,7 @@ import efficient_attn as ea
 from efficient_attn.errors import DataError
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.runs.results import Results
+from efficient_attn.runs.store import OVER_BUDGET
 from efficient_attn_cli import DONE, INTERRUPTED, NOTHING_MEASURED, SOME_NOT_MEASURED
 from efficient_attn_cli.command import exit_code
 from efficient_attn_cli.main import COMMANDS, GROUPS, app, main
@@ -91,6 +92,11 @@ def elsewhere(status):
     return Results([*measured, replace(last, case=replace(last.case, inputs="decoder(layer=19)"))])
 
 
+def skipped(**fields):
+    """Results in which a skipped point has a reason or a value."""
+    return Results([replace(record, **fields) for record in results(SKIPPED).records])
+
+
 BOTH = ["window", "linformer"]
 
 
@@ -99,6 +105,10 @@ BOTH = ["window", "linformer"]
     [
         (results(), None, DONE),
         (results(REFUSED), None, DONE),
+        (results(SKIPPED), None, DONE),
+        (skipped(reason=OVER_BUDGET), None, SOME_NOT_MEASURED),
+        # Theory stands for a kernel entry that draws cannot show.
+        (skipped(kernel_value=1.0), BOTH, DONE),
         (results(BROKEN), None, SOME_NOT_MEASURED),
         (results(BROKEN, interrupted=True), None, INTERRUPTED),
         (results(REFUSED), BOTH, SOME_NOT_MEASURED),
@@ -153,11 +163,11 @@ def test_a_run_prints_tables_and_last_the_conclusion_and_the_path_of_its_page(fo
     code, out, err = command(*words.split(), "--backend", "linformer,own.py:mean")
     assert code == 0
     page, shown = folder / out.splitlines()[-1], " ".join(out.split())
-    for text in ("at 24 tokens (encoder, layers 0, 1, 5;", " linformer(rank=9) ", " own.py:mean "):
+    for text in ("Encoder, layers 0, 1, 5: 12 heads of 32", " linformer(rank=9) ", " own.py:mean "):
         assert text in shown
     assert page.parent.parent.name == "runs" and page.parent.name.startswith("bench-")
     names = {path.name for path in page.parent.iterdir()}
-    assert page.name in names and {"records.jsonl", "summary.csv", "comparison.svg", "report.html"} <= names
+    assert page.name in names and {"records.jsonl", "summary.csv", "bench.svg", "report.html"} <= names
     assert "left" in err and "\x1b" not in out + err
 
 
@@ -185,7 +195,7 @@ def test_a_run_whose_files_cannot_be_written_keeps_its_records_and_exits_with_3(
 def test_a_dry_run_tells_what_would_not_fit(folder, monkeypatch):
     monkeypatch.setattr("efficient_attn.runs.workload.available_bytes", lambda device: 2**30)
     out = command("bench", "--dry-run", "--seq-len", "16,64k", "--backend", "exact-dense")[1]
-    assert "needs about 256 GiB, the limit is 717 MiB" in out
+    assert "needs about 384 GiB, the limit is 717 MiB" in out
 
 
 # Refusals of text; those of values are in test_bad_input.py.

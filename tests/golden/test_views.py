@@ -19,7 +19,7 @@ RUNS = {
         name: RESULTS / name
         for name in (
             *("bench-256-4096", "bench-causal-backward", "compare", "compare-encoder-128"),
-            *("mse-default", "recall-default", "advise", "swap-encoder", "swap-smollm2-4096"),
+            *("mse-default", "recall-default", "swap-encoder", "swap-smollm2-4096"),
             "advise-smollm2-4096",
         )
     },

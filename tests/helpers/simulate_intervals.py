@@ -2,8 +2,8 @@
 
     python tests/helpers/simulate_intervals.py 1000
 
-prints the tables of results/simulations/intervals.md. Every simulated run becomes records, and its
-intervals are those of tables and sentences.
+prints the first table of results/simulations/intervals.md. Every simulated run becomes records with the
+intervals of tables and sentences. A shift of a whole run is in the interval between two runs alone.
 """
 
 import math
@@ -15,8 +15,9 @@ import numpy as np
 from synthetic_records import case
 
 from efficient_attn.measure.record import Record
-from efficient_attn.stats.estimates import curves, speed_ups
+from efficient_attn.stats.estimates import curves, time_ratio
 from efficient_attn.stats.predicted_time import crossover
+from efficient_attn.stats.speeds import speed_ups
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 CALLS = 9
@@ -42,6 +43,15 @@ class Coverage(NamedTuple):
         return f"{100 * share:.1f} ± {100 * standard_error:.1f}"
 
 
+def autoregression(generator: np.random.Generator, shape: tuple[int, ...], correlation: float) -> np.ndarray:
+    """Series of standard deviation 1 along the last axis, in which neighbours have this correlation."""
+    drawn = generator.standard_normal(shape)
+    for place in range(1, shape[-1]):
+        drawn[..., place] *= math.sqrt(1 - correlation**2)
+        drawn[..., place] += correlation * drawn[..., place - 1]
+    return drawn
+
+
 def of_model(rounds: float = 0.0, correlation: float = 0.0, case_and_run: float = 0.0) -> Noise:
     """Effects on each backend at each length, [backends lengths rounds].
 
@@ -52,10 +62,7 @@ def of_model(rounds: float = 0.0, correlation: float = 0.0, case_and_run: float 
     """
 
     def effects(generator: np.random.Generator, count: int) -> np.ndarray:
-        of_rounds = generator.standard_normal((2, len(LENGTHS), count))
-        for place in range(1, count):
-            of_rounds[..., place] *= math.sqrt(1 - correlation**2)
-            of_rounds[..., place] += correlation * of_rounds[..., place - 1]
+        of_rounds = autoregression(generator, (2, len(LENGTHS), count), correlation)
         return rounds * of_rounds + case_and_run * generator.standard_normal((2, len(LENGTHS), 1))
 
     return effects
@@ -78,10 +85,7 @@ MODELS = {
     "autocorrelated rounds, 10 %, AR(1) 0.7": of_model(rounds=0.1, correlation=0.7),
     "rounds that are only slowed down, 10 %": one_sided,
 }
-SHIFTS = {
-    f"shifts of a whole run, {share} %: against the truth over runs": of_model(case_and_run=share / 100)
-    for share in (3, 5)
-}
+SHIFTS = {f"shifts of a whole run, {share} %": of_model(case_and_run=share / 100) for share in (3, 5)}
 
 
 def run(generator: np.random.Generator, noise: Noise, rounds: int) -> list[Record]:
@@ -103,10 +107,13 @@ def true_s(label: str, tokens: int) -> float:
 
 
 def time_coverage(noise: Noise, *, rounds: int, runs: int) -> dict[str, Coverage]:
-    """How often the intervals of medians, ratios and crossovers hold the truth."""
-    held: dict[str, list[bool]] = {"median": [], "speed": [], "crossover": []}
+    """How often intervals of medians, speeds, crossovers and ratios between two runs hold the truth."""
+    held: dict[str, list[bool]] = {"median": [], "speed": [], "crossover": [], "between runs": []}
     for number in range(runs):
-        both = curves(run(np.random.default_rng([0, number]), noise, rounds), "time_s")
+        generator = np.random.default_rng([0, number])
+        old, new = (run(generator, noise, rounds) for _ in range(2))
+        both, ratio = curves(old, "time_s"), time_ratio(old[0], new[0], between_runs=True)
+        held["between runs"].append(ratio.low <= 1 <= ratio.high)
         # One length of one backend stands for all: medians of a run are independent of each other.
         point, (row,) = both[0].points[2], speed_ups(both)
         if point.low is not None:
@@ -122,7 +129,8 @@ def time_coverage(noise: Noise, *, rounds: int, runs: int) -> dict[str, Coverage
 
 if __name__ == "__main__":
     runs = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
-    print("| noise | rounds | median | speed | crossover |\n| --- | ---: | ---: | ---: | ---: |")
+    print("| noise | rounds | median | speed | crossover | between two runs |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
     for name, noise in (MODELS | SHIFTS).items():
         for rounds in (4, 10):
             coverage = time_coverage(noise, rounds=rounds, runs=runs)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from efficient_attn.measure import environment
-from efficient_attn.ops import verdict
+from efficient_attn.ops import paths, verdict
 
 
 def test_machine_and_software_are_told_in_strict_json_and_host_user_home_and_variables_are_not(monkeypatch):
@@ -29,6 +29,30 @@ def test_machine_and_software_are_told_in_strict_json_and_host_user_home_and_var
         assert len(private) < 4 or private not in text
     user = getpass.getuser()
     assert len(user) < 4 or f"/{user}" not in text
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+def test_products_of_bfloat16_are_a_matter_of_the_instruction_set(monkeypatch, tiles):
+    # Without tiles fused attention in bfloat16 is slower than in float32.
+    sets = {"avx512_bf16": True, "amx_bf16": tiles}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: sets, raising=False)
+    assert environment.environment()["torch"]["bfloat16_products"] is tiles
+    # An older PyTorch.
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles, raising=False)
+    assert paths.multiplies_bfloat16() is tiles
+
+
+@pytest.mark.parametrize(
+    ("taken", "cores", "usable", "free"),
+    [(0.0, 2, 2, 2), (0.08, 2, 2, 2), (0.5, 2, 2, 1), (1.0, 2, 2, 1), (0.5, 64, 4, 4), (None, 2, 2, 2)],
+)
+def test_free_cores_are_those_that_others_leave(monkeypatch, taken, cores, usable, free):
+    monkeypatch.setattr(environment, "between", lambda *moments: {"others_share": taken})
+    monkeypatch.setattr(environment, "usable_cores", lambda: usable)
+    monkeypatch.setattr(environment.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(environment, "_READING_S", 0.0)
+    assert environment.free_cores() == free
 
 
 def test_a_gpu_is_described_with_its_driver(monkeypatch):

@@ -2,10 +2,11 @@
 
 import pytest
 from matplotlib.figure import Figure
-from synthetic_records import costs, errors, folder
+from synthetic_records import case, costs, errors, folder
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.measure.record import append, replace
+from efficient_attn.measure.record import Record, append, replace
+from efficient_attn.runs.default_view import record_tables
 from efficient_attn.runs.results import Results, read
 from efficient_attn.runs.store import open_folder
 from efficient_attn.tools.diff import diff
@@ -25,6 +26,25 @@ def test_a_frame_has_one_row_per_case_or_sample_with_flat_columns_and_units():
     raw = Results(records).to_pandas(raw=True)
     assert len(raw) == 8 * 9 + 8
     assert raw["sample"].max() == 8 and raw["times_s"].notna().sum() == 8 * 9
+
+
+def test_a_number_over_draws_is_that_of_the_tables():
+    first, second = (1.0, 2.0, 9.0, 3.0, 4.0, 5.0), (1.0, 2.0, 6.0)
+    output = Record(
+        case=case("error", "performer-trig", 64, of="output"), output_mse=4.0, output_mse_draws=first
+    )
+    kernel, model = (
+        Record(case=case("error", "performer-trig", 64, of=of), kernel_mse=3.0, kernel_mse_draws=second)
+        for of in ("kernel", "model")
+    )
+    row = Results([output]).summary()[0]
+    # Six draws have a range of 95 %, and an even number of them a median between the two in the middle.
+    assert [row[f"output_mse{end}"] for end in ("", "_low", "_high", "_mean")] == [3.5, 1.0, 9.0, 4.0]
+    for row in Results([kernel, model]).summary():
+        assert row["kernel_mse_mean"] == 3.0 and "kernel_mse" not in row
+    # A study without a table of its own shows the same number.
+    (table,) = record_tables([output])
+    assert table.rows[0][2] == "3.5"
 
 
 def test_columns_of_cases_that_are_alike_in_all_rows_are_left_out_unless_asked_for():

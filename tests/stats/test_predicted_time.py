@@ -12,7 +12,7 @@ from efficient_attn.measure.calls import attention_cost
 from efficient_attn.measure.record import Record, read
 from efficient_attn.measure.variants import select
 from efficient_attn.stats.estimates import Typical
-from efficient_attn.stats.predicted_time import crossover, time_models
+from efficient_attn.stats.predicted_time import crossover, extrapolated, time_models
 
 # Batch, heads and head dimension of the calls that predict.
 SHAPES = ((1, 1, 64), (1, 8, 32), (1, 2, 128))
@@ -77,6 +77,18 @@ def test_a_crossover_follows_from_speeds_and_ends_of_their_intervals():
     assert value == pytest.approx(512) and low * high == pytest.approx(512**2) and low < value < high
     value, low, high = crossover({**speeds, 2048: Typical(0.9, 0.7, 1.1, 0)})
     assert value is high is None and 256 < low < 512
+
+
+@pytest.mark.parametrize("rates", [(1e-3, 2e-6, 3e-9), (1e-3, 0, 3e-9), (0, 2e-6, 0)])
+def test_a_longer_time_is_a_quadratic_of_the_tokens_with_the_scatter_of_three_times_or_more(rates):
+    times_s = {n: float(np.dot(rates, (1, n, n**2))) for n in (*LENGTHS, 2048, 8192)}
+    true_s = times_s.pop(8192)
+    assert extrapolated(times_s, 8192) == pytest.approx((true_s,) * 3, rel=1e-6)
+    assert extrapolated(times_s, 512) == (times_s[512],) * 3
+    noisy_s = {tokens: time_s * (1.1 if tokens == 512 else 1) for tokens, time_s in times_s.items()}
+    value, low, high = extrapolated(noisy_s, 8192)
+    assert low < min(true_s, value) and max(true_s, value) < high
+    assert extrapolated({tokens: times_s[tokens] for tokens in (256, 512)}, 8192) is None
 
 
 @pytest.mark.slow

@@ -1,12 +1,11 @@
-"""`bench`: the yardstick, the workload, the files, errors as measured, and what it shows of calls."""
+"""`bench`: points of a default run, threads, errors on layers, and times of calls."""
 
-import os
-import runpy
-from itertools import product
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from study_points import points_of, study
 from synthetic_records import case
@@ -14,20 +13,18 @@ from synthetic_records import case
 import efficient_attn as ea
 from efficient_attn import bench
 from efficient_attn.errors import OptionError
-from efficient_attn.measure import calls
 from efficient_attn.measure.accuracy import error_of_case, sampled_queries
 from efficient_attn.measure.inputs import Activations, NamedInputs, sample, write_given
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.ops.paths import VARIABLE
-from efficient_attn.ops.softmax.definition import softmax_attention
+from efficient_attn.runs.header import header, requested
 from efficient_attn.runs.study import Run, Settled
-from efficient_attn.stats.estimates import curves, speed_ups
-from efficient_attn.studies.bench.comparison import comparisons
+from efficient_attn.stats.estimates import curves
+from efficient_attn.stats.speeds import speed_ups
 from efficient_attn.studies.bench.tables import tables
 from efficient_attn.studies.bench.view import plots, sentences
 
-# A run without background load.
 UNDISTURBED = Run(Settled())
 
 pytestmark = pytest.mark.usefixtures("hasty")
@@ -40,25 +37,22 @@ def values(q, k, v):
     return v.clone()
 
 
-@pytest.mark.parametrize("of", ["block", pytest.param("encoder", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("of", ["block,attention", pytest.param("encoder", marks=pytest.mark.slow)])
 def test_the_ceiling_and_fused_exact_attention_are_measured_beside_every_block(of, undrawn, tmp_path):
-    results = bench([values], of=of, out=tmp_path, **SMALL)
-    assert {record.case.label for record in results.records} == {CEILING, "exact", "values"}
-    assert {(r.status, r.case.of, r.case.layers) for r in results.records} == {
-        ("ok", of, 3 if of == "encoder" else None)
+    records = bench([values], of=of, out=tmp_path, **SMALL).records
+    calls = {(record.status, record.case.of, record.case.layers, record.case.label) for record in records}
+    stacks = {"block": None, "encoder": 3, "attention": None}
+    subjects = [("ok", subject, stacks[subject]) for subject in of.split(",")]
+    assert calls == {
+        (*subjects[0], CEILING),
+        *((*x, label) for x in subjects for label in ("exact", "values")),
     }
-    assert all(r.parameter_bytes for r in results.records if r.case.kind == "memory")
-    again = bench([values], of=of, out=tmp_path, resume=True, **SMALL)
-    assert again.records == results.records
-
-
-@pytest.mark.slow
-def test_attention_and_block_are_measured_in_one_run_length_by_length():
-    records = bench([values], of="block,attention", **{**SMALL, "error": True}).records
-    labels = {(record.case.of, record.case.label) for record in records}
-    assert labels >= {("block", CEILING), *product(("attention", "output", "block"), ("exact", "values"))}
-    assert {record.status for record in records} == {"ok"}
-    assert [r.case.tokens for r in records] == sorted(r.case.tokens for r in records)
+    assert all(
+        x.parameter_bytes for x in records if x.case.kind == "memory" and x.case.of in ("block", "encoder")
+    )
+    lengths = [record.case.tokens for record in records if record.case.kind == "time"]
+    assert lengths == sorted(lengths)
+    assert bench([values], of=of, out=tmp_path, resume=True, **SMALL).records == records
 
 
 def test_records_name_the_kernels_in_force(monkeypatch):
@@ -75,13 +69,6 @@ def test_causal_refusals_of_a_default_selection_are_records():
     assert refused == {"linformer", "window-clusters"}
     states = [r.state_bytes for r in results.records if r.case.kind == "memory" and r.status == "ok"]
     assert states and all(states)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_is_timed_with_events():
-    results = bench(["exact-dense"], device="cuda", seq_lens=(128, 256), budget_s=60)
-    assert {record.status for record in results.records} == {"ok"}
 
 
 def test_decoding_times_one_token_after_the_state_of_all_before_it():
@@ -118,31 +105,31 @@ def test_rows_have_percentiles_and_throughput():
 
 
 def test_a_gpu_has_a_second_pair_of_tables_a_sentence_and_a_plot_of_device_times():
-    made = [
+    records = [
         replace(record(label, device="cuda", l2="cold"), device_times_s=samples(factor))
-        for label, factor in (("exact", 0.1), ("window", 0.05))
+        for label, factor in (("exact", 0.1), ("window", 0.04))
     ]
-    time, device = tables(made)
+    speeds, time, device = tables(records, UNDISTURBED, column="time", rounds=32)
     assert (time.title, device.title) == ("Time per call, ms", "Device time per call, ms")
-    columns = dict(zip(device.columns, zip(*device.rows, strict=True), strict=True))
-    assert (columns["1024"], columns["speed, exact 1×"]) == (("0.6", "0.3"), ("1×", "2×?"))
+    assert [table.detail for table in (speeds, time, device)] == [False, True, False]
+    assert [row[1] for row in device.rows] == ["0.6", "0.24"]
     assert "with a cold L2 cache" in " ".join(device.notes)
-    latency, queued = sentences(made, 0.1, UNDISTURBED)
-    assert latency.startswith("Speed at 1024 tokens") and "window 1×?" in latency
-    assert queued.startswith("Speed by device time at 1024 tokens") and "window 2×?" in queued
-    assert [*plots(made)] == ["time", "device-time"]
-    assert ea.Results(made).summary()[0]["device_time_s"] == pytest.approx(0.0006)
+    latency, queued = sentences(records, 0.1, UNDISTURBED)
+    assert latency == "2 heads of 8, float32, cuda, batch 2: window (1×? at 1024 tokens)."
+    assert queued == "Speed by device time, exact 1×: window 2.5×?."
+    assert [*plots(records, 0.1)] == ["time", "device-time"]
+    assert ea.Results(records).summary()[0]["device_time_s"] == pytest.approx(0.0006)
 
 
 def test_decoding_is_compared_with_decoding_in_several_runs():
-    made = [
+    records = [
         record("exact", 1.0),
         record("window", 0.5),
         record("exact · decoded", 0.8, backend="exact", execution="decoded"),
         record("window · decoded", 0.2, backend="window", execution="decoded"),
     ]
-    found = {row.label: row.last.median for row in speed_ups(curves(made, "time_s"))}
-    assert found == {"window": pytest.approx(2), "window · decoded": pytest.approx(4)}
+    speeds = {row.label: row.last.median for row in speed_ups(curves(records, "time_s"))}
+    assert speeds == {"window": pytest.approx(2), "window · decoded": pytest.approx(4)}
 
 
 def test_on_a_gpu_times_have_a_cache(monkeypatch):
@@ -153,80 +140,69 @@ def test_on_a_gpu_times_have_a_cache(monkeypatch):
     assert {(point.case.kind, point.case.l2) for point in points} == {("time", "cold"), ("memory", None)}
 
 
-TOTAL = """
-import os, zlib
-
-
-def bits(q, k, v):
-    # Each timed call has other values, of the same signs in q and k.
-    return zlib.crc32(b"".join((x > 0).contiguous().numpy().tobytes() for x in (q, k)))
-
-
-def total(q, k, v):
-    with open("seen.txt", "a") as file:
-        file.write(f"{os.getpid()} {bits(q, k, v)} {q.shape[-2]}\\n")
-    return v
-"""
-
-
 @pytest.mark.parametrize("isolate", ["none", pytest.param("reuse", marks=pytest.mark.slow)])
-def test_every_backend_is_measured_on_the_same_tensors_as_its_error(isolate, tmp_path, monkeypatch):
+def test_errors_are_on_the_first_tokens_of_each_layer(isolate, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("own.py").write_text(TOTAL)
-    ea.bench(["own.py:total"], inputs="encoder", layers=[0, 1], seq_lens=24, rounds=1, isolate=isolate)
-    rows = [line.split() for line in Path("seen.txt").read_text().splitlines()]
-    # A process on trial made the first call of the file, on fewer tokens.
-    pids, bits = zip(*(row[:2] for row in rows if row[2] == "24"), strict=True)
-    assert len(bits) > 4 and (str(os.getpid()) in pids) == (isolate == "none")
-    bits_of = runpy.run_path("own.py")["bits"]
-    assert set(bits) == {str(bits_of(*(x[..., :24, :] for x in sample(layer)))) for layer in (0, 1)}
-
-
-def test_what_is_timed_has_the_scale_of_the_inputs(tmp_path):
-    q, k, v = (tensor[..., :8, :] for tensor in sample(1))
-    write_given(tmp_path / "qkv.safetensors", NamedInputs("", Activations(q, k, v), 0.5))
-    timed = calls.prepare(
-        case("time", "exact", 8, num_heads=12, head_dim=32, inputs="encoder(layer=1)"),
-        "exact",
-        str(tmp_path / "qkv.safetensors"),
-    )
-    torch.testing.assert_close(timed.call(), softmax_attention(q, k, v, scale=0.5, key_mask=None))
-
-
-def test_errors_are_measured_on_all_layers_and_times_on_the_inputs_once():
-    results = ea.bench(["window"], inputs="decoder", seq_lens=24, rounds=1, isolate="none")
-    window = [record.case for record in results.records if record.case.backend == "window"]
-    assert [(one.kind, one.inputs, one.causal, one.num_heads, one.num_kv_heads) for one in window] == [
-        ("time", "decoder(layers=18,19)", True, 9, 3),
-        ("error", "decoder(layer=18)", True, 9, 3),
-        ("error", "decoder(layer=19)", True, 9, 3),
-        ("memory", "decoder(layers=18,19)", True, 9, 3),
-    ]
-    assert {record.status for record in results.records} == {"ok"}
-
-
-def test_without_inputs_times_are_of_gaussian_draws_and_errors_of_a_model():
-    results = ea.bench([values], seq_lens=(16, 24), rounds=1, **SHAPE)
-    kinds = {(record.case.kind, record.case.inputs, record.case.num_heads) for record in results.records}
-    layers = {("error", f"encoder(layer={layer})", 12) for layer in (0, 1, 5)}
-    assert kinds == {("time", "gaussian", 2), ("memory", "gaussian", 2), *layers}
-    assert "at 24 tokens (errors on encoder, layers 0, 1, 5, 12 heads of 32;" in results.sentences()[0]
-    assert {"time", "memory", "error", "comparison"} == {*results.plots()}
+    Path("own.py").write_text("def values(q, k, v):\n    return v.clone()\n")
+    small = {"layers": [0, 1], "seq_lens": 24, "rounds": 1, "isolate": isolate}
+    records = ea.bench(["own.py:values"], inputs="encoder", **small).records
+    errors = {x.case.inputs: x.output_relative_error for x in records if x.case.label == "own.py:values"}
+    for layer in (0, 1):
+        q, k, v = (x[..., :24, :].double() for x in sample(layer))
+        exact = F.scaled_dot_product_attention(q, k, v)
+        assert errors[f"encoder(layer={layer})"] == pytest.approx(float((v - exact).norm() / exact.norm()))
 
 
 @pytest.mark.parametrize(
-    ("inputs", "settings", "tokens", "layers"),
+    "shape", [{"inputs": "gaussian"}, {"head_dim": 8}, {"of": "block"}, {"decode": True}]
+)
+def test_calls_of_another_shape_or_subject_than_a_model_have_no_errors(shape):
+    points = points_of(study("bench", ["window"], seq_lens=16, threads=1, **shape))
+    assert {(x.case.kind, x.case.inputs) for x in points} == {(x, "gaussian") for x in ("time", "memory")}
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_default_run_has_backends_for_all_questions_on_the_shapes_of_both_models(half, monkeypatch):
+    monkeypatch.setattr("efficient_attn.ops.paths.multiplies_bfloat16", lambda: half)
+    points = points_of(study("bench", threads=1))
+    shapes = Counter((x.case.num_heads, x.case.num_kv_heads) for x in points if x.case.kind == "time")
+    assert shapes == {(12, None): 4 * (9 + half), (9, 3): 4 * (10 + half)}
+    labels = {causal: {x.case.label for x in points if x.case.causal == causal} for causal in (False, True)}
+    assert labels[True] == labels[False] | {"block-topk"} != labels[False]
+    assert ("exact(compute_dtype=bfloat16)" in labels[False]) == half
+    assert {x.case.tokens for x in points if x.case.kind == "memory"} == {512, 1024, 2048, 4096}
+    assert {x.case.tokens for x in points if x.case.kind == "error" and not x.case.causal} == {512}
+
+
+def test_all_backends_have_calls_on_both_shapes():
+    points = points_of(study("bench", "all", seq_lens=512, threads=1))
+    calls = Counter(point.case.label for point in points if point.case.kind == "time")
+    assert calls == dict.fromkeys(ea.list_backends(), 2)
+
+
+def test_threads_are_the_free_cores_and_a_resumed_run_takes_them_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    for name, count in (("usable_cores", 4), ("free_cores", 3)):
+        monkeypatch.setattr(f"efficient_attn.runs.workload.{name}", lambda count=count: count)
+    plan = study("bench", ["window"], **SHAPE)
+    assert (plan.settled.threads, plan.settled.free_cores) == (3, "3 of 4 cores free")
+    assert requested(type(plan), {}, header(plan), tmp_path).threads == 3
+
+
+@pytest.mark.parametrize(
+    ("inputs", "lengths", "errors"),
     [
-        ("decoder", {"seq_lens": (256, 2048)}, (256, 2048), (18, 19)),
-        ("decoder", {"seq_lens": (2048, 4096)}, (2048, 4096), (19,)),
-        # Default lengths beyond the inputs are left out.
-        ("encoder", {}, (256, 512), (0, 1, 5)),
+        ("decoder", (256, 2048), {18: (256, 2048), 19: (256, 2048)}),
+        ("decoder", (2048, 4096, 8192), {18: (2048,), 19: (2048, 4096)}),
+        # Inputs have errors at their own length if all others are longer.
+        ("encoder", (1024,), dict.fromkeys((0, 1, 5), (512,))),
     ],
 )
-def test_all_lengths_of_one_input_have_the_same_layers(inputs, settings, tokens, layers):
-    points = points_of(study("bench", ["window"], inputs=inputs, **settings))
-    errors = {(point.case.inputs, point.case.tokens) for point in points if point.case.kind == "error"}
-    assert errors == {(f"{inputs}(layer={layer})", length) for layer in layers for length in tokens}
+def test_errors_are_at_lengths_that_the_inputs_have(inputs, lengths, errors):
+    points = points_of(study("bench", ["window"], inputs=inputs, seq_lens=lengths, threads=1))
+    places = {(point.case.inputs, point.case.tokens) for point in points if point.case.kind == "error"}
+    assert places == {(f"{inputs}(layer={layer})", n) for layer, tokens in errors.items() for n in tokens}
+    assert {point.case.tokens for point in points if point.case.kind == "time"} == {*lengths}
 
 
 @pytest.mark.parametrize(("tokens", "causal"), [(40, False), (40, True), (1500, True)])
@@ -273,7 +249,7 @@ def test_a_backend_that_fails_on_the_first_layer_is_measured_on_no_other():
             raise RuntimeError("it broke here")
         return v.clone()
 
-    results = ea.bench([unsteady], seq_lens=16, rounds=1, **SHAPE)
+    results = ea.bench([unsteady], inputs="encoder", seq_lens=16, rounds=1, isolate="none")
     errors = [r for r in results.records if r.case.label == "unsteady" and r.case.kind == "error"]
     assert [record.status for record in errors] == ["error"]
     assert any("unsteady: error: RuntimeError: it broke here" in note for note in results.tables()[0].notes)
@@ -292,8 +268,7 @@ def test_causal_errors_are_those_against_causal_attention():
     calibrated = {r.calibrated_on for r in results.records if r.case.backend == "performer-oprf"}
     assert calibrated == {"the inputs measured"}
     assert near == {"exact", "window"} and {*errors} > {"uniform attention"} | near
-    (one,) = comparisons(results.records)
-    assert {row.backend for row in one.contenders} == {*errors} and "causal" in results.sentences()[0]
+    assert "causal: within 10 % of exact there" in results.sentences()[0]
 
 
 def test_backward_and_batch_are_those_of_times_and_memory_and_are_named():

@@ -1,4 +1,4 @@
-"""Crossovers: found where they are, marked where they are guessed, and told with speeds in a sentence."""
+"""Crossovers of measured speeds, with doubts, in cells and sentences."""
 
 import re
 
@@ -9,12 +9,12 @@ from synthetic_records import case
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.runs.study import Run, Settled
-from efficient_attn.stats.estimates import Typical, curves, speed_ups
+from efficient_attn.stats.estimates import Typical, curves
 from efficient_attn.stats.predicted_time import crossover as crossover_of
-from efficient_attn.studies.bench.tables import crossover_cells, tables
+from efficient_attn.stats.speeds import speed_ups
+from efficient_attn.studies.bench import tables as views
 from efficient_attn.studies.bench.view import sentences
 
-# A run without background load.
 UNDISTURBED = Run(Settled())
 LENGTHS = (256, 512, 1024, 2048, 4096)
 
@@ -22,13 +22,17 @@ LENGTHS = (256, 512, 1024, 2048, 4096)
 def records(at, *, noise=0.0, lengths=LENGTHS, samples=40, around=0):
     """Exact attention in n² and `window` in n, equal at `at` tokens; both in a block of so much per token."""
     generator = np.random.default_rng(0)
-    made = []
+    drawn = []
     for tokens in lengths:
         for label, seconds in (("exact", tokens**2 + around * tokens), ("window", tokens * (at + around))):
             times_s = 1e-9 * seconds * np.exp(generator.normal(0, noise, size=samples))
             measured = {"times_s": tuple(map(float, times_s)), "round_sizes": (samples // 4,) * 4}
-            made.append(Record(case=case("time", label, tokens), **measured))
-    return made
+            drawn.append(Record(case=case("time", label, tokens), **measured))
+    return drawn
+
+
+def tables(records):
+    return views.tables(records, UNDISTURBED, column="time", rounds=32)
 
 
 def crossover(records):
@@ -37,7 +41,7 @@ def crossover(records):
 
 
 def cells(records):
-    return crossover_cells(speed_ups(curves(records, "time_s")))
+    return views.crossover_cells(curves(records, "time_s"))
 
 
 @pytest.mark.parametrize(("around", "error"), [(0, 1e-6), (3000, 0.04)])
@@ -45,8 +49,8 @@ def cells(records):
 def test_a_crossover_between_lengths_is_that_of_power_laws_and_close_in_a_block(at, around, error):
     tokens, low, high = crossover(records(at, around=around))
     assert tokens == pytest.approx(at, rel=error)
-    # Steady rounds leave the shift of both times between runs.
-    assert low < at < (high or np.inf)
+    # Rounds without noise have intervals without width.
+    assert low == high == tokens
 
 
 @pytest.mark.parametrize(
@@ -69,76 +73,76 @@ def test_only_what_was_measured_under_one_setting_is_compared():
 
 
 def test_a_round_that_was_slow_for_both_moves_no_crossover():
-    slow = [
-        replace(r, times_s=tuple(time_s * (3 if number // 10 == 1 else 1) for number, time_s in calls))
-        for r in records(700)
-        if (calls := list(enumerate(r.times_s)))
-    ]
+    factors = np.repeat((1, 3, 1, 1), 10)
+    slow = [replace(r, times_s=tuple(np.multiply(r.times_s, factors).tolist())) for r in records(700)]
     assert crossover(slow)[0] == pytest.approx(700)
     # Where both were slow in different rounds, nothing cancels and the interval is wide.
-    apart = [
-        replace(r, times_s=r.times_s[::-1]) if r.case.label == "window" and r.case.tokens == 512 else r
-        for r in slow
-    ]
-    assert cells(apart) == {"window": "700\t300 to 970"}
+    place = next(n for n, r in enumerate(slow) if (r.case.label, r.case.tokens) == ("window", 512))
+    apart = [*slow]
+    apart[place] = replace(slow[place], times_s=slow[place].times_s[::-1])
+    assert cells(apart) == {"window": "700\t280 to 980"}
 
 
 @pytest.mark.parametrize("sizes", [None, (40,), (20, 10, 10), (41, 1, 1, 1)])
 def test_too_few_rounds_or_unknown_ones_leave_the_crossover_unclear(sizes):
     few = [replace(r, round_sizes=sizes) for r in records(700)]
     assert cells(few) == {"window": "?"}
-    assert "at least 4, --rounds" in tables(few)[0].notes[0]
+    (table, _), (sentence,) = tables(few), sentences(few, 0.1, UNDISTURBED)
+    assert table.rows[1][1] == "5.9×?" and "window (5.9×? at 4096 tokens)" in sentence
+    assert table.notes[1].startswith("?: ")
 
 
 def test_an_interval_that_nothing_bounds_is_open_or_the_crossover_is_unclear():
-    assert re.fullmatch(r">4096\t\d+ or more", cells(records(4200, noise=0.05, samples=12))["window"])
+    assert re.fullmatch(r">4096\?\t\d+ or more", cells(records(4200, noise=0.05, samples=12))["window"])
     exact = [r for r in records(700) if r.case.label == "exact"]
     same = [replace(r, case=replace(r.case, backend="f", label="f")) for r in exact]
-    assert cells([*exact, *same]) == {"f": ">4096\tbelow 256 or more"}
+    # Equal times are decided, and no length is faster.
+    assert cells([*exact, *same]) == {"f": ">4096"}
 
 
-WHERE = "(2 heads of 8, float32, 2 CPU threads)"
+WHERE = "2 heads of 8, float32, 2 CPU threads"
 
 
 @pytest.mark.parametrize(
     ("at", "speed", "start"),
-    [(700, "5.9×", "700\t640 to 760"), (10_000, "0.41×", ">4096"), (100, "41×", "≤256")],
+    [(700, "5.85×", "700\t700 to 700"), (10_000, "0.41×", ">4096"), (100, "41.0×", "≤256")],
 )
 def test_table_and_sentence_have_the_speed_at_the_longest_length_and_the_crossover(at, speed, start):
-    (table,) = tables(records(at))
+    table, _ = tables(records(at))
     assert [row[table.columns.index("faster from, tokens")] for row in table.rows] == ["", start]
-    told = f"Speed at 4096 tokens {WHERE}, exact 1×: window {speed}."
-    assert sentences(records(at), 0.1, UNDISTURBED) == [told]
+    clause = f", faster from {at}" if at == 700 else ""
+    assert sentences(records(at), 0.1, UNDISTURBED) == [f"{WHERE}: window ({speed} at 4096 tokens{clause})."]
     # A single length has a speed and no crossover.
     alone = records(at, lengths=LENGTHS[-1:])
     assert "faster from, tokens" not in tables(alone)[0].columns
-    assert sentences(alone, 0.1, UNDISTURBED) == sentences(records(at), 0.1, UNDISTURBED)
+    assert sentences(alone, 0.1, UNDISTURBED) == [f"{WHERE}: window ({speed} at 4096 tokens)."]
 
 
 def test_what_is_unusual_about_the_runs_is_said_and_settings_are_never_mixed():
     changes = {"causal": True, "backward": True, "batch": 4, "num_heads": 1}
-    unusual = [replace(one, case=replace(one.case, **changes)) for one in records(700)]
+    unusual = [replace(record, case=replace(record.case, **changes)) for record in records(700)]
     _, text = sentences([*records(700), *unusual], 0.1, UNDISTURBED)
-    assert "(1 head of 8, float32, 2 CPU threads, batch 4, causal, forward and backward)" in text
-    exact = [one for one in records(700) if one.case.label == "exact"]
+    place = "1 head of 8, float32, 2 CPU threads, batch 4, causal, forward and backward"
+    assert text.startswith(f"{place}: window (5.85×")
+    exact = [record for record in records(700) if record.case.label == "exact"]
     assert sentences(exact + unusual[1::2], 0.1, UNDISTURBED) == []
 
 
-@pytest.mark.parametrize(("own", "its"), [(1e150, 1e-290), (1e-290, 1e150)])
-def test_a_ratio_that_no_float_can_hold_is_not_told(own, its):
-    seconds = {"window": own, "exact": its}
-    made = [replace(one, times_s=(seconds[one.case.label],) * 40) for one in records(700)]
-    assert sentences(made, 0.1, UNDISTURBED) == []
+@pytest.mark.parametrize(("window_s", "exact_s"), [(1e150, 1e-290), (1e-290, 1e150)])
+def test_a_ratio_that_no_float_can_hold_is_not_told(window_s, exact_s):
+    seconds = {"window": window_s, "exact": exact_s}
+    extreme = [replace(record, times_s=(seconds[record.case.label],) * 40) for record in records(700)]
+    assert sentences(extreme, 0.1, UNDISTURBED) == []
 
 
 def test_the_ceiling_of_a_block_has_a_row_and_no_sentence():
-    made = [replace(one, case=replace(one.case, of="block")) for one in records(700)]
+    blocks = [replace(record, case=replace(record.case, of="block")) for record in records(700)]
     ceiling = [
-        replace(one, case=replace(one.case, backend=CEILING, label=CEILING), times_s=(1e-6,) * 40)
-        for one in made
-        if one.case.label == "exact"
+        replace(record, case=replace(record.case, backend=CEILING, label=CEILING), times_s=(1e-6,) * 40)
+        for record in blocks
+        if record.case.label == "exact"
     ]
-    table, *_ = tables([*made, *ceiling])
-    assert CEILING in {row[0] for row in table.rows} and table.title == "Time per call of the block, ms"
-    (text,) = sentences([*made, *ceiling], 0.1, UNDISTURBED)
-    assert text.startswith("Speed of the block") and CEILING not in text
+    table, times = tables([*blocks, *ceiling])
+    assert CEILING in {row[0] for row in table.rows} and times.title == "Time per call of the block, ms"
+    (text,) = sentences([*blocks, *ceiling], 0.1, UNDISTURBED)
+    assert text.startswith(f"Block: {WHERE}: window") and CEILING not in text

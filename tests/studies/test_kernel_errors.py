@@ -7,7 +7,8 @@ import torch
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.measure.record import replace
+from efficient_attn.measure.record import Record, replace
+from efficient_attn.runs.store import OVER_BUDGET
 from efficient_attn.studies.mse.kernel import PAIRS, pairs
 from efficient_attn.studies.mse.view import WIDE, panels
 
@@ -40,10 +41,15 @@ def test_measured_errors_are_those_of_theory(projection):
 
 
 def test_an_error_that_so_many_draws_cannot_tell_is_said_beside_theory():
-    names = ["performer-positive", "performer-trig"]
-    lost, told = ea.mse(names, of="kernel", sizes=(16,), norms=(1.5,), angles=(60,)).records
+    names = ["performer-positive", "performer-trig", "performer-full"]
+    results = ea.mse(names, of="kernel", sizes=(16,), norms=(1.5,), angles=(60,))
+    lost, told, _ = results.records
     assert (lost.status, lost.kernel_mse) == ("skipped", None)
-    assert "too few draws (64) for a heavy-tailed estimate" in lost.reason
+    (table,) = results.tables()
+    assert table.notes[-2:] == (
+        "~: theory; 64 draws are too few here.",
+        "performer-full: no theory; 64 draws are too few here.",
+    )
     # Lemma 2 of Choromanski et al. with |x + y|² = 3 · 1.5², for one block of 16 directions a little less.
     assert 0.5 < lost.expected_kernel_mse / lost.kernel_value**2 / (math.expm1(6.75) / 16) < 1
     assert told.status == "ok" and told.kernel_value == pytest.approx(math.exp(1.5**2 / 2))
@@ -51,8 +57,9 @@ def test_an_error_that_so_many_draws_cannot_tell_is_said_beside_theory():
 
 def test_by_default_only_what_estimates_the_kernel_is_measured_and_others_are_refused_by_name():
     records = ea.mse(**ONE_ENTRY).records
-    assert {record.case.backend for record in records} == set(RANDOM)
-    (calibrated,) = (record for record in records if record.case.backend == "performer-oprf")
+    usual = {"performer-positive", "performer-trig", "performer-full"}
+    assert {record.case.backend for record in records} == usual < set(RANDOM)
+    (calibrated,) = (record for record in records if record.case.backend == "performer-full")
     assert calibrated.calibrated_on == "the inputs measured"
     window, relu = ea.mse(["window", "linear-relu"], **{**ONE_ENTRY, "sizes": (9,)}).records
     assert (window.status, relu.status) == ("unsupported", "unsupported")
@@ -62,6 +69,15 @@ def test_by_default_only_what_estimates_the_kernel_is_measured_and_others_are_re
         ea.mse(**{**ONE_ENTRY, "angles": (181,)})
     with pytest.raises(UnsupportedError, match="'exact' has no features"):
         ea.build("exact", head_dim=4).kernel_ratios(*torch.zeros(2, 1, 1, 3, 4))
+
+
+def test_points_that_the_budget_skipped_are_a_sentence_in_place_of_empty_tables():
+    first, second = ea.mse(["performer-trig"], **{**ONE_ENTRY, "angles": (60, 90)}).records
+    skipped = Record(case=second.case, status="skipped", reason=OVER_BUDGET)
+    results = ea.Results([first, skipped], environment={"study": "mse"})
+    assert len(results.tables()) == 1
+    assert "1 point skipped (budget)" in results.sentences()[-1]
+    assert results.sentences()[-1].endswith("Skipped: pair, norm 0.5, angle 90 (1 of 1).")
 
 
 def test_a_record_without_an_entry_or_a_size_is_left_out_of_lines():

@@ -1,8 +1,7 @@
-"""Length from which an efficient attention is faster, at what loss: on shipped activations, or in a model."""
+"""Length from which a model is faster with efficient attention, at what loss."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
 from hashlib import sha256
@@ -11,68 +10,60 @@ from typing import Any, NamedTuple
 import msgspec
 
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S
 from efficient_attn.measure.texts import Texts, long_texts, named_texts
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import DENSE, YARDSTICK, Variant, select
-from efficient_attn.options import option, positive_number
+from efficient_attn.options import option
 from efficient_attn.problem import positive_count
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table
 from efficient_attn.runs import shared_options as shared
 from efficient_attn.runs.study import Points, Run, Study
-from efficient_attn.runs.workload import Workload, measurer_for, settle
+from efficient_attn.runs.workload import Workload, core_words, settle
 from efficient_attn.studies.advise.names import BOUND, HEADS, RETRIEVAL
 from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.advise.targets import AdviseSettled, Targets
-from efficient_attn.studies.bench import DEFAULT_MAX_ERROR
 from efficient_attn.studies.swap import DECIDES, OF_A_FOLDER, promising, text_option
 from efficient_attn.studies.swap.names import KL
 from efficient_attn.studies.swap.subject import ModelSubject
-
-# Seconds for the shipped activations, since the installation takes about as long; and for a model.
-_BUDGET_S, _MODEL_BUDGET_S = 60.0, 300.0
 
 _SEQ_LENS = (512, 2048, 8192)
 # Lengths of a decoder whose key heads are ranked.
 _DECODER_SEQ_LENS = (4096,)
 
 # Targets with their defaults, nats for divergence and loss; recall is a share of exact attention's.
-_OF_ATTENTION, _OF_COSINE, _OF_KL = {"max_error": DEFAULT_MAX_ERROR}, {"min_cosine": 0.99}, {"max_kl": 0.05}
+_OF_COSINE, _OF_KL = {"min_cosine": 0.99}, {"max_kl": 0.05}
 _OF_HEADS = {"max_kl": 0.01, "max_loss": 0.01, "min_recall": 0.98}
-_TARGETS = {**_OF_ATTENTION, **_OF_COSINE, **_OF_HEADS}
+_TARGETS = {**_OF_COSINE, **_OF_HEADS}
 
 # No target is larger; float64 has no divergence above 745 nats.
 _LARGEST = 1e3
 
 
 class _Setup(NamedTuple):
-    """Function that starts the measurement, with what it decided, its context and remarks."""
+    """Function that starts the measurement, with what it decided and remarks."""
 
     points: Callable[[], Points]
     settled: AdviseSettled
-    resources: AbstractContextManager[Any] = nullcontext()
     notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Advise(Study):
-    """Find the length from which an efficient attention pays, and at what loss.
+    """Find from which length efficient attention makes a model faster.
 
-    Without a model, attention alone on shipped activations decides. With one, as many layers as the target
-    allows get the backend that gains most; the plan is verified on other texts, and written to layers.json
-    for `attach`.
+    As many layers as the target allows get the backend that gains most; the plan is verified on other texts,
+    and written to layers.json for `attach`. Attention without a model: bench.
 
     Example: efficient-attn advise MODEL --text a.txt --text b.txt --budget 5m
     """
 
-    kinds = ("prediction", HEADS, RETRIEVAL, BOUND)
+    kinds = (HEADS, RETRIEVAL, BOUND)
     record = AdviseRecord
     settled_type = AdviseSettled
+    budget_s = 300.0
 
-    model: Any = option(
-        None, f"{shared.MODEL_HELP} Shipped activations if omitted.", metavar="MODEL", argument=True
-    )
+    model: Any = option(None, shared.MODEL_HELP, metavar="MODEL", argument=True)
     backends: shared.Backends = shared.backends(free=False)
     _: KW_ONLY
     texts: Texts | None = text_option()
@@ -91,9 +82,6 @@ class Advise(Study):
     min_recall: float | None = option(
         None, "Least recall of copies, of exact attention; 0.98 if omitted.", least=0, most=1
     )
-    max_error: float | None = option(
-        None, "Relative output error without a model; 0.1 is 10 %. 0.1 if omitted."
-    )
     options: shared.Settings = shared.settings(free=False)
     dtype: str | None = shared.dtype(
         None, "auto (float32 on the CPU, half precision on CUDA) or a dtype; float32 if omitted."
@@ -108,23 +96,13 @@ class Advise(Study):
         if self.seq_lens is not None:
             parse_sizes(self.seq_lens, name="seq_lens")
         if self.model is None:
-            self.refuse("texts", reason="without a model")
-            positive_number("max_error", self._targets(_OF_ATTENTION)["max_error"])
+            raise OptionError("MODEL is missing. Attention without a model: efficient-attn bench.")
 
     def settle(self) -> AdviseSettled:
         return self._setup.settled
 
-    def default_budget_s(self) -> float:
-        return _BUDGET_S if self.model is None else _MODEL_BUDGET_S
-
-    def point_limit_s(self) -> float:
-        return DEFAULT_TIMEOUT_S if self.model is None else math.inf
-
     def notes(self) -> Sequence[str]:
         return self._setup.notes
-
-    def resources(self) -> AbstractContextManager[Any]:
-        return self._setup.resources
 
     def points(self) -> Points:
         """The cheapest and most promising points first, others left out by prediction."""
@@ -133,17 +111,17 @@ class Advise(Study):
     def tables(self, records: Sequence[AdviseRecord], run: Run[AdviseSettled]) -> list[Table]:
         from efficient_attn.studies.advise.view import tables
 
-        return tables(records, run.settled)
+        return tables(records)
 
     def sentences(self, records: Sequence[AdviseRecord], run: Run[AdviseSettled]) -> list[str]:
-        from efficient_attn.studies.advise.view import sentences
+        from efficient_attn.studies.advise.outcomes import model_sentences
 
-        return sentences(records, self.max_error or DEFAULT_MAX_ERROR, run)
+        return model_sentences(records, run)
 
     def plots(self, records: Sequence[AdviseRecord], run: Run[AdviseSettled]) -> dict[str, Plot]:
         from efficient_attn.studies.advise.view import plots
 
-        return plots(records, self.max_error or DEFAULT_MAX_ERROR, run.settled)
+        return plots(records)
 
     def files(self, records: Sequence[AdviseRecord], run: Run[AdviseSettled]) -> dict[str, str]:
         from efficient_attn.studies.advise.view import files
@@ -152,6 +130,10 @@ class Advise(Study):
 
     @cached_property
     def _setup(self) -> _Setup:
+        from efficient_attn.studies.advise.model import model_steps
+        from efficient_attn.studies.swap.called import called_pair, is_called
+        from efficient_attn.studies.swap.measure import candidates, has_copies
+
         workload = settle(
             Workload(
                 dtype=self.dtype or "float32",
@@ -160,36 +142,6 @@ class Advise(Study):
                 seed=self.seed,
             )
         )
-        return self._of_attention(workload) if self.model is None else self._of_model(workload)
-
-    def _of_attention(self, workload: Workload) -> _Setup:
-        from efficient_attn.studies.advise.attention import attention_steps, shipped_layers
-
-        variants, lengths = self._variants(), self._lengths(_SEQ_LENS)
-        measurer, limit_bytes, notes = measurer_for(variants, workload)
-        points = partial(
-            attention_steps,
-            shipped_layers(workload),
-            variants,
-            lengths,
-            workload,
-            rounds=self.rounds,
-            measurer=measurer,
-            limit_bytes=limit_bytes,
-        )
-        settled = AdviseSettled(
-            candidates=_labels(variants),
-            device=workload.device,
-            dtype=workload.dtype,
-            threads=workload.threads,
-        )
-        return _Setup(points, settled, measurer, notes)
-
-    def _of_model(self, workload: Workload) -> _Setup:
-        from efficient_attn.studies.advise.model import model_steps
-        from efficient_attn.studies.swap.called import called_pair, is_called
-        from efficient_attn.studies.swap.measure import candidates, has_copies
-
         pairs: Sequence[tuple[ModelSubject, ModelSubject]]
         left_out: list[str] = []
         variants, decodes = self._variants(), False
@@ -232,6 +184,7 @@ class Advise(Study):
         settled = AdviseSettled(
             candidates=_labels(variants),
             **{name: first.shared[name] for name in ("device", "dtype", "threads")},
+            free_cores=core_words(workload, self.threads),
             model=origin,
             target=target,
         )
@@ -253,12 +206,9 @@ class Advise(Study):
 
     def _variants(self) -> tuple[Variant, ...]:
         """Exact attention, then the most promising variants, in a model without score matrices."""
-        chosen = select(self.backends, self.options, also=True)
+        chosen = select(self.backends, self.options)
         if self.backends is None:
-            # Loss hides that a window loses recall, which no target here measures.
-            near = [variant for variant in chosen if not variant.options.get("global_tokens")]
-            near = [variant for variant in near if self.model is None or variant.backend != DENSE]
-            chosen = tuple(sorted(near, key=promising))
+            chosen = tuple(sorted((x for x in chosen if x.backend != DENSE), key=promising))
         exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
         return (*exact, *(variant for variant in chosen if variant.backend != YARDSTICK))
 

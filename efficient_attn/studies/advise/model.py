@@ -15,7 +15,6 @@ from efficient_attn.runs.study import Point, Points
 from efficient_attn.runs.workload import Costs
 from efficient_attn.stats.estimates import call_time, time_ratio
 from efficient_attn.stats.predicted_time import time_models
-from efficient_attn.studies.advise.attention import PROBE
 from efficient_attn.studies.advise.names import BOUND, LOSSLESS, SLIDING
 from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.swap.measure import (
@@ -27,6 +26,9 @@ from efficient_attn.studies.swap.measure import (
 )
 from efficient_attn.studies.swap.names import WINDOW
 from efficient_attn.studies.swap.subject import ModelSubject
+
+# Lengths of the short calls from which longer ones are predicted: a few seconds for all backends.
+PROBE = (256, 512, 768, 1024)
 
 # Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
 ATTEMPTS = (1.0, 0.5, 0.25)

@@ -10,64 +10,95 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.clock import COLD
+from efficient_attn.measure.clock import COLD, LOOKS
 from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S, Measurer
 from efficient_attn.measure.record import DECODED, Record
 from efficient_attn.measure.units import parse_seconds, parse_sizes
-from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, joint_name, select
-from efficient_attn.options import option, positive_number
+from efficient_attn.measure.variants import (
+    CEILING,
+    GAUSSIAN,
+    YARDSTICK,
+    Variant,
+    ceiling,
+    is_yardstick,
+    select,
+)
+from efficient_attn.options import one_of, option, positive_number
 from efficient_attn.problem import positive_count
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table
 from efficient_attn.runs import shared_options as shared
 from efficient_attn.runs.study import Point, Points, Run, Settled, Study
-from efficient_attn.runs.workload import SUBJECTS, Costs, Workload, measurer_for, settle
+from efficient_attn.runs.workload import SUBJECTS, Costs, Workload, core_words, measurer_for, settle
 
 DEFAULT_MAX_ERROR = 0.1
 
-_LENGTHS = (256, 512, 1024, 2048, 4096)
+_LENGTHS = (512, 1024, 2048, 4096)
 _NUM_HEADS, _HEAD_DIM = 8, 64
 
-# Inputs of errors by default, and what their cases have whatever is timed.
-_INPUTS, _CAUSAL_INPUTS = "encoder", "decoder"
+# What the fifth column of the table may show.
+COLUMNS = ("time", "mse", "keys", "state", "weights")
+
+# Models whose shapes are timed and on whose layers errors are measured by default.
+_ENCODER, _DECODER = "encoder", "decoder"
+
+# One backend for each question, then a kernel other than softmax as a reference.
+_BACKENDS = (
+    *(YARDSTICK, "window", "window-clusters", "block-topk", "linformer"),
+    *("performer-positive", "performer-trig", "performer-full", "linear-relu"),
+)
+# Clusters serve the same question where attention is not causal.
+_CAUSAL_ALONE = "block-topk"
+
+# What cases of errors have whatever is timed.
 _ERROR = {"of": "output", "batch": 1, "backward": False, "layers": None}
 
 
-class _Setup(NamedTuple):
-    """What is measured.
+class _Setting(NamedTuple):
+    """Calls of one shape: their times and memory, and their errors on the layers of a model.
 
     Attributes:
-        settings: Costs of each subject with their variants.
-        errors: Length and errors of every layer, whose exact output is computed once.
-        workload: The first subject's.
-        subjects: q, k, v of each layer; times on inputs are on the middle one, named `timed`.
+        layers: Length of each layer, and the errors on it, whose exact output is computed once.
+        lengths: Lengths that all layers have; `further` are those of some.
     """
 
+    costs: Costs
+    variants: Sequence[Variant]
+    layers: Sequence[tuple[int, Costs]] = ()
+    lengths: tuple[int, ...] = ()
+    further: tuple[int, ...] = ()
+
+
+class _Setup(NamedTuple):
+    """What is measured: all settings at all lengths; q, k, v of the `layers`."""
+
     lengths: Sequence[int]
-    settings: Sequence[tuple[Costs, Sequence[Variant]]]
-    errors: Sequence[tuple[int, Costs]]
-    candidates: tuple[str, ...]
+    settings: Sequence[_Setting]
     workload: Workload
     measurer: Measurer
-    subjects: Sequence[Any]
-    timed: str
+    layers: Sequence[Any]
     notes: Sequence[str]
+
+
+# Outcomes after which further layers are left out.
+_BROKEN = ("unsupported", "oom", "timeout", "crash", "error")
 
 
 @dataclass(frozen=True, eq=False)
 class Bench(Study):
-    """Measure error, time and peak memory of backends at several lengths.
+    """Measure error, speed and peak memory by sequence length.
 
-    Errors are relative to exact attention in float64, in the forward pass, on q, k, v of a real model. A
-    child process measures, so that a crash costs one record; objects of this process are measured here.
+    Errors are relative to exact attention in float64, on q, k, v of an encoder and a causal decoder; times
+    are of calls of the same shapes, in rounds until each speed is decided. A child process measures, so that
+    a crash costs one record; objects of this process are measured here.
 
-    Example: efficient-attn bench --inputs encoder --seq-len 128,512 --backend window,own.py:attend
+    Example: efficient-attn bench --seq-len 512:8192:x2 --backend window,own.py:attend
     """
 
     kinds = ("time", "memory", "error")
     budget_s = 90.0
 
-    backends: shared.Backends = shared.backends()
+    backends: shared.Backends = shared.backends(usual="one for each question")
     _: KW_ONLY
     seq_lens: shared.Sizes = shared.seq_lens(_LENGTHS)
     of: str | Sequence[str] = option(
@@ -75,11 +106,14 @@ class Bench(Study):
     )
     inputs: Any = option(
         None,
-        "encoder (512 tokens), decoder (4096, causal) or FILE; times on Gaussian draws if omitted.",
+        "encoder (512 tokens), decoder (4096, causal), gaussian (no errors), FILE; the first two if omitted.",
         metavar="NAME",
     )
     error: bool = option(True, "Measure output errors of attention.")
     max_error: float = option(DEFAULT_MAX_ERROR, "Relative error of the verdict; 0.1 is 10 %.", free=True)
+    column: str = option(
+        COLUMNS[0], "Fifth column of the table.", metavar="|".join(COLUMNS), free=True
+    )
     causal: bool = shared.causal()
     backward: bool = option(False, "Forward and backward pass together.")
     batch: int = 1
@@ -99,7 +133,13 @@ class Bench(Study):
     )
     decode: bool = option(False, "Time one new token after all others, causal, and the bytes of the state.")
     options: shared.Settings = shared.settings()
-    rounds: int = shared.rounds()
+    rounds: int | None = option(
+        None,
+        f"Timing rounds of every call; until its speed is decided, at most {LOOKS[-1]}, if omitted.",
+        least=1,
+        rare=True,
+        free=True,
+    )
     seed: int = 0
     layers: Sequence[int] | None = None
     memory_limit: str | int = "70%"
@@ -107,23 +147,26 @@ class Bench(Study):
 
     def check(self) -> None:
         positive_number("max_error", self.max_error)
-        positive_count("rounds", self.rounds)
+        positive_count("rounds", self._most_rounds)
+        one_of("column", self.column, COLUMNS)
         parse_sizes(self.seq_lens, name="seq_lens")
         alone = set(self._subjects) == {"attention"}
         if self.decode and (self.backward or not alone):
             raise OptionError("decode is of attention alone and without gradients.")
-        if self.inputs is not None and ((self.num_heads, self.head_dim) != (None, None) or not alone):
+        if self.inputs not in (None, GAUSSIAN) and (self._shaped or not alone):
             raise OptionError(
                 "inputs decide the shape of attention alone: leave out of, num_heads and head_dim."
             )
 
     def settle(self) -> Settled:
         setup = self._setup
+        labels = dict.fromkeys(variant.label for setting in setup.settings for variant in setting.variants)
         return Settled(
-            candidates=setup.candidates,
+            candidates=tuple(label for label in labels if label != CEILING),
             device=setup.workload.device,
             dtype=setup.workload.dtype,
             threads=setup.workload.threads,
+            free_cores=core_words(setup.workload, self.threads),
         )
 
     def point_limit_s(self) -> float:
@@ -133,37 +176,40 @@ class Bench(Study):
         return self._setup.notes
 
     def resources(self) -> AbstractContextManager[None]:
-        setup = self._setup
-        return _handing_over(setup.measurer, setup.subjects, setup.timed)
+        return _handing_over(self._setup.measurer, self._setup.layers)
 
     def points(self) -> Points:
-        """One round of every call, its error and its memory, then further rounds of all calls.
+        """What the table shows, then other lengths, then rounds until each speed is decided.
 
-        Lengths go from short to long. A variant that failed is left out of further layers.
+        The first round of every call goes from short to long lengths, which predicts what a budget holds.
+        Rounds of the first look go from long to short ones, since the table has the longest.
         """
-        from efficient_attn.measure.accuracy import MEAN
+        from efficient_attn.stats.speeds import open_cases
 
-        setup = self._setup
-        calls: list[Point] = []
-        for tokens, (costs, variants) in itertools.product(setup.lengths, setup.settings):
-            times = [costs.point(variant, tokens) for variant in variants]
-            records = yield [replace(point, rounds=1) for point in times]
-            calls += [point for point, record in zip(times, records, strict=True) if record.status == "ok"]
-            if costs.shared["of"] == "attention":
-                failed = {record.case.label for record in records if record.status != "ok"}
-                for layer in (layer for longest, layer in setup.errors if tokens <= longest):
-                    for variant in (MEAN, *variants):
-                        if variant.label not in failed:
-                            record = yield layer.point(variant, tokens, "error")
-                            failed |= {variant.label} if record.status != "ok" else set()
-            for variant in variants:
-                yield costs.point(variant, tokens, "memory")
-        yield calls
+        setup, groups = self._setup, list[list[Point]]()
+        for setting in setup.settings:
+            yield from _errors(setting, setting.lengths[-1:])
+        for tokens, (costs, variants, *_) in itertools.product(setup.lengths, setup.settings):
+            calls = [costs.point(variant, tokens) for variant in variants]
+            records = yield [replace(call, rounds=1) for call in calls]
+            groups.append([x for x, record in zip(calls, records, strict=True) if record.status == "ok"])
+        yield from _memory(setup, setup.lengths[-1:])
+        looks, times = LOOKS if self.rounds is None else (self.rounds,), dict[str, Record]()
+        for calls in groups[::-1]:
+            records = yield [replace(call, rounds=looks[0]) for call in calls]
+            times |= {record.case.key: record for record in records}
+        yield from _memory(setup, setup.lengths[-2::-1])
+        for setting in setup.settings:
+            yield from _errors(setting, setting.lengths[:-1] + setting.further)
+        for look, calls in itertools.product(looks[1:], groups):
+            left = open_cases([*times.values()])
+            records = yield [replace(call, rounds=look) for call in calls if call.case.key in left]
+            times |= {record.case.key: record for record in records}
 
     def tables(self, records: Sequence[Record], run: Run[Settled]) -> list[Table]:
         from efficient_attn.studies.bench.tables import tables
 
-        return tables(records)
+        return tables(records, run, column=self.column, rounds=self._most_rounds)
 
     def sentences(self, records: Sequence[Record], run: Run[Settled]) -> list[str]:
         from efficient_attn.studies.bench.view import sentences
@@ -173,76 +219,120 @@ class Bench(Study):
     def plots(self, records: Sequence[Record], run: Run[Settled]) -> dict[str, Plot]:
         from efficient_attn.studies.bench.view import plots
 
-        return plots(records)
+        return plots(records, self.max_error)
 
     @property
     def _subjects(self) -> tuple[str, ...]:
         """Subjects of times, each once."""
         return tuple(dict.fromkeys(self.of.split(",") if isinstance(self.of, str) else self.of))
 
+    @property
+    def _most_rounds(self) -> int:
+        return LOOKS[-1] if self.rounds is None else self.rounds
+
+    @property
+    def _shaped(self) -> bool:
+        """Whether options name the shape of the calls."""
+        return (self.num_heads, self.head_dim) != (None, None)
+
     @cached_property
     def _setup(self) -> _Setup:
         lengths = parse_sizes(self.seq_lens, name="seq_lens")
-        workloads = [
-            settle(
-                Workload(
-                    of=subject,
-                    batch=self.batch,
-                    num_heads=_NUM_HEADS if self.num_heads is None else self.num_heads,
-                    head_dim=_HEAD_DIM if self.head_dim is None else self.head_dim,
-                    causal=self.causal or self.decode,
-                    backward=self.backward,
-                    dtype=self.dtype,
-                    device=self.device,
-                    threads=self.threads,
-                    seed=self.seed,
-                )
+        workload = settle(
+            Workload(
+                batch=self.batch,
+                num_heads=_NUM_HEADS if self.num_heads is None else self.num_heads,
+                head_dim=_HEAD_DIM if self.head_dim is None else self.head_dim,
+                causal=self.causal or self.decode,
+                backward=self.backward,
+                dtype=self.dtype,
+                device=self.device,
+                threads=self.threads,
+                seed=self.seed,
             )
-            for subject in self._subjects
-        ]
-        first, attention = workloads[0], [workload for workload in workloads if workload.of == "attention"]
+        )
         # Calls are made where their time is limited, and their failures are records.
-        chosen = select(self.backends, self.options, also=True)
-        if not any(variant.backend == YARDSTICK for variant in chosen):
+        chosen = self._variants(workload)
+        measurer, limit, notes = measurer_for(
+            chosen, workload, isolate=self.isolate, timeout_s=self.timeout_s, memory_limit=self.memory_limit
+        )
+        costs_of = partial(Costs, measure=measurer, rounds=self._most_rounds, limit_bytes=limit)
+        l2 = COLD if workload.device.startswith("cuda") else None
+        settings, layers = [], list[Any]()
+        for subject in self._subjects:
+            if subject != "attention" or self._shaped or self.decode or self.inputs == GAUSSIAN:
+                shared_fields = vars(settle(replace(workload, of=subject)))
+                variants = chosen if subject == "attention" else (ceiling(), *chosen)
+                settings.append(_Setting(costs_of(shared=shared_fields, l2=l2), variants))
+                continue
+            for model in self._models:
+                model_layers = _layers_of(model, self.layers, workload)
+                shape = {**vars(workload), **model_layers[0].shape}
+                able = [x for x in chosen if self.backends or shape["causal"] or x.backend != _CAUSAL_ALONE]
+                of_layers = [
+                    (layer.tokens, costs_of(shared={**shape, **_ERROR, "inputs": layer.name}))
+                    for layer in model_layers
+                ]
+                least, most = (end(tokens for tokens, _ in of_layers) for end in (min, max))
+                # Lengths beyond the inputs have times alone.
+                common = tuple(n for n in lengths if n <= least) or (least,)
+                further = tuple(n for n in lengths if least < n <= most)
+                errors = (of_layers, common, further) if self.error else ()
+                settings.append(_Setting(costs_of(shared=shape, l2=l2), able, *errors))
+                layers += model_layers
+        return _Setup(lengths, settings, workload, measurer, layers, notes)
+
+    @property
+    def _models(self) -> Sequence[Any]:
+        """Sources of q, k and v."""
+        if self.inputs is not None:
+            return [self.inputs]
+        return [_DECODER] if self.causal else [_ENCODER, _DECODER]
+
+    def _variants(self, workload: Workload) -> tuple[Variant, ...]:
+        """Exact attention with default options, then the other variants."""
+        chosen = select(self.backends, self.options, usual=_BACKENDS, also=True)
+        if self.backends is None and not _multiplies_half_precision(workload):
+            chosen = tuple(x for x in chosen if x.backend != YARDSTICK or is_yardstick(x))
+        if not any(map(is_yardstick, chosen)):
             chosen = (*select([YARDSTICK]), *chosen)
         # The baseline comes first, in case the budget ends.
-        chosen = tuple(sorted(chosen, key=lambda variant: variant.backend != YARDSTICK))
-        candidates = tuple(variant.label for variant in chosen)
-        error, subjects, timed = self.error and not self.decode, [], {"inputs": "gaussian"}
-        if self.inputs is not None or (error and attention):
-            subjects = _layers_of(self.inputs, self.layers, first)
-        if self.inputs is not None:
-            lengths = _lengths_of_inputs(lengths, subjects)
-            # All lengths have the same layers.
-            subjects = [subject for subject in subjects if subject.tokens >= max(lengths)]
-            timed = {**subjects[0].shape, "inputs": joint_name([subject.name for subject in subjects])}
+        chosen = tuple(sorted(chosen, key=lambda variant: not is_yardstick(variant)))
         if self.decode:
             chosen = tuple(replace(x, label=f"{x.label} · {DECODED}", execution=DECODED) for x in chosen)
-        measurer, limit, notes = measurer_for(
-            chosen, first, isolate=self.isolate, timeout_s=self.timeout_s, memory_limit=self.memory_limit
-        )
-        costs_of = partial(Costs, measure=measurer, rounds=self.rounds, limit_bytes=limit)
-        l2 = COLD if first.device.startswith("cuda") else None
-        settings = []
-        for workload in workloads:
-            costs = costs_of(shared={**vars(workload), **timed}, l2=l2)
-            settings.append((costs, chosen if workload.of == "attention" else (ceiling(), *chosen)))
-        errors = []
-        for subject in subjects if error else ():
-            of_layer = {**vars(attention[0]), **subject.shape, **_ERROR, "inputs": subject.name}
-            errors.append((subject.tokens, costs_of(shared=of_layer)))
-        return _Setup(
-            lengths, settings, errors, candidates, first, measurer, subjects, timed["inputs"], notes
-        )
+        return chosen
 
 
-def _layers_of(inputs: Any, layers: Sequence[int] | None, workload: Workload) -> list[Any]:
+def _memory(setup: _Setup, lengths: Sequence[int]) -> Points:
+    """Yield the peak memory of all calls at some lengths."""
+    for tokens, (costs, variants, *_) in itertools.product(lengths, setup.settings):
+        yield [costs.point(variant, tokens, "memory") for variant in variants]
+
+
+def _errors(setting: _Setting, lengths: Sequence[int]) -> Points:
+    """Yield errors on all layers of some lengths. A variant that failed is left out of further layers."""
+    from efficient_attn.measure.accuracy import MEAN
+
+    for tokens in lengths:
+        failed = set[str]()
+        for layer in (layer for longest, layer in setting.layers if tokens <= longest):
+            for variant in (MEAN, *setting.variants):
+                if variant.label not in failed:
+                    record = yield layer.point(variant, tokens, "error")
+                    failed |= {variant.label} if record.status in _BROKEN else set()
+
+
+def _multiplies_half_precision(workload: Workload) -> bool:
+    """Whether float32 attention is faster in half precision, by the instructions of the processor."""
+    from efficient_attn.ops.paths import multiplies_bfloat16
+
+    return workload.device == "cpu" and workload.dtype == "float32" and multiplies_bfloat16()
+
+
+def _layers_of(source: Any, layers: Sequence[int] | None, workload: Workload) -> list[Any]:
     """q, k, v of each layer of the inputs, at its whole length."""
     from efficient_attn.measure.inputs import subjects
 
-    source = (_CAUSAL_INPUTS if workload.causal else _INPUTS) if inputs is None else inputs
-    if source == "gaussian":
-        raise OptionError("inputs are of a model: encoder, decoder or a safetensors file, not gaussian.")
     captured = [*subjects([source], layers=layers, shorter=True, seed=workload.seed, causal=workload.causal)]
     if len({tuple(subject.shape.values()) for subject in captured}) > 1:
         raise OptionError(
@@ -251,29 +341,14 @@ def _layers_of(inputs: Any, layers: Sequence[int] | None, workload: Workload) ->
     return captured
 
 
-def _lengths_of_inputs(lengths: Sequence[int], subjects: Sequence[Any]) -> tuple[int, ...]:
-    """Lengths that the inputs have, where default ones may be left out."""
-    longest = max(subject.tokens for subject in subjects)
-    fitting = tuple(tokens for tokens in lengths if tokens <= longest)
-    if len(fitting) < len(lengths) and (tuple(lengths) != _LENGTHS or not fitting):
-        name = subjects[0].name.partition("(")[0]
-        raise OptionError(
-            f"{max(lengths)} tokens are more than the {longest} of {name}, which cannot be extended."
-        )
-    return fitting
-
-
 @contextmanager
-def _handing_over(measurer: Measurer, subjects: Sequence[Any], timed: str) -> Iterator[None]:
-    """Files of q, k, v for the processes that measure, and of those that times name."""
+def _handing_over(measurer: Measurer, layers: Sequence[Any]) -> Iterator[None]:
+    """Files of q, k, v for the processes that measure."""
     from efficient_attn.measure.inputs import write_given
 
     with measurer, tempfile.TemporaryDirectory() as folder:
-        for number, subject in enumerate(subjects):
+        for number, layer in enumerate(layers):
             path = Path(folder) / f"{number}.safetensors"
-            write_given(path, subject)
-            measurer.inputs[subject.name] = str(path)
-        # Times on several layers are those on the middle one.
-        if timed != "gaussian":
-            measurer.inputs[timed] = measurer.inputs[subjects[len(subjects) // 2].name]
+            write_given(path, layer)
+            measurer.inputs[layer.name] = str(path)
         yield

@@ -1,207 +1,288 @@
-"""Error, time and memory of backends at one length, from records: Pareto front and verdict."""
+"""Errors, speeds and peak memory of all backends in one setting, from records."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, joint_name, single_names
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.variants import (
+    CEILING,
+    DENSE,
+    GAUSSIAN,
+    UNIFORM_ATTENTION,
+    YARDSTICK,
+    is_yardstick,
+    joint_name,
+    single_names,
+)
 from efficient_attn.runs.store import over_budget
-from efficient_attn.stats.estimates import Middle, Typical, call_time, grouped, middle, time_ratio
+from efficient_attn.stats.estimates import (
+    Typical,
+    by_subject,
+    call_time,
+    curves,
+    grouped,
+    middle,
+)
+from efficient_attn.stats.predicted_time import extrapolated
+from efficient_attn.stats.speeds import speed_ups
 
-# Relative errors below this, or below twice the error of exact attention in the same dtype, are rounding
-# and count as equal.
+# Relative errors below this are rounding of float32.
 ROUNDING = 1e-4
 
-GAUSSIAN = "gaussian"
+# Rows that approximate nothing.
+REFERENCES = (UNIFORM_ATTENTION, "linear-relu")
 
-# Fields common to errors and costs of one comparison; costs on the inputs of the errors share their shape.
-_SHARED = ("tokens", "causal", "dtype", "seed")
-_SHAPE = ("batch", "num_heads", "head_dim")
+# Share of the visible keys from which a backend reads all.
+_ALL_KEYS = 0.999
+
+# Fields of a setting of calls, and those that errors on the same shape share.
+_SHAPE = ("num_heads", "num_kv_heads", "head_dim", "causal", "dtype", "seed")
+_SETTING = (*_SHAPE, "of", "layers", "batch", "backward", "device", "threads", "inputs", "execution")
 
 
-class Contender(NamedTuple):
-    """Measurements of one backend or baseline, None where not measured.
+class Error(NamedTuple):
+    """Relative output error on the layer where it is largest.
 
     Attributes:
-        error: Relative output error, median over draws; for several layers their median and range.
-        mse: Mean squared error of the output, in the same way.
-        layers: Number of layers in the error.
-        timed: The record of its times.
-        failed: Records of failures.
+        low, high: Range over several layers, or on a single one the 95 % interval over draws.
+        mse: Mean squared error on the layer where that is largest.
+        keys: Share of the visible keys that are read one by one, None if none are.
+    """
+
+    worst: float
+    low: float
+    high: float
+    layers: int
+    mse: float | None
+    keys: float | None
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether all keys are read, as in exact attention."""
+        return self.keys is not None and self.keys > _ALL_KEYS
+
+
+class Row(NamedTuple):
+    """Measurements of a backend or reference by length.
+
+    Attributes:
+        errors: Where all layers of the length were measured.
+        largest: Largest error of any layer at any length.
+        speeds: Speed-ups over exact attention; predicted ones have no samples.
+        state_bytes, weights_bytes: At the longest length.
+        missing: Lengths with a layer without an error.
+        failed: Records of failures and refusals.
     """
 
     label: str
     backend: str
-    error: Middle | None
-    mse: Middle | None
-    layers: int
-    timed: Record | None
-    peak_bytes: int | None
+    errors: Mapping[int, Error]
+    largest: float | None
+    times: Mapping[int, Record]
+    speeds: Mapping[int, Typical]
+    peaks: Mapping[int, int]
+    state_bytes: int | None
+    weights_bytes: int | None
+    missing: tuple[int, ...]
     failed: tuple[Record, ...]
 
     @property
-    def worst(self) -> float:
-        """Error on the layer where it is largest."""
-        if self.error is None:
-            return float("inf")
-        return self.error.high if self.layers > 1 else self.error.median
+    def is_candidate(self) -> bool:
+        """Whether it stands in for exact attention: neither a baseline nor a reference."""
+        baselines = (YARDSTICK, DENSE, CEILING)
+        return self.backend not in REFERENCES and self.label.partition(" ·")[0] not in baselines
 
-    def cost(self, quantity: str) -> float | None:
-        """The median time, or the peak memory."""
-        if quantity == "peak_bytes":
-            return self.peak_bytes
-        return None if self.timed is None else call_time(self.timed).median
+    @property
+    def speed(self) -> Typical | None:
+        """Speed-up at the longest length."""
+        return self.speeds[max(self.speeds)] if self.speeds else None
 
 
 class Comparison(NamedTuple):
-    """All measurements of one workload at one length.
+    """All measurements of one shape.
 
     Attributes:
-        case: The case of one of the times.
-        errors: The case of one of the errors.
-        inputs: Inputs of the errors, all layers together.
-        contenders: By time, the fastest first; untimed ones last.
-        records: The records of the comparison.
+        case: Case of a call, or of an error without calls.
+        inputs: Inputs of the errors, all layers together; None without errors.
+        rows: Exact attention, other backends from the smallest error on, references.
+        tokens: Longest length at which the errors of all layers are known, 0 without errors.
     """
 
     case: Case
-    errors: Case
-    inputs: str
-    contenders: tuple[Contender, ...]
+    inputs: str | None
+    rows: tuple[Row, ...]
+    tokens: int
     records: tuple[Record, ...]
 
     @property
-    def exact(self) -> Contender | None:
-        """Exact attention through the fused kernel, if both its error and its time were measured."""
-        rows = [row for row in self.contenders if row.backend == YARDSTICK and row.error and row.timed]
-        return min(rows, key=lambda row: len(row.label), default=None)
+    def longest(self) -> int:
+        """Longest length with a speed, 0 without speeds."""
+        return max((tokens for row in self.rows for tokens in row.speeds), default=0)
 
-    def row(self, label: str) -> Contender | None:
-        """The contender of that name."""
-        return next((row for row in self.contenders if row.label == label), None)
+    def row(self, label: str) -> Row | None:
+        """The row of that name."""
+        return next((row for row in self.rows if row.label == label), None)
 
-    @property
-    def candidates(self) -> list[Contender]:
-        """Backends with an error, except `exact`."""
-        rows = [row for row in self.contenders if row.error and row.backend != UNIFORM_ATTENTION]
-        return [row for row in rows if row is not self.exact]
-
-    @property
-    def rounding(self) -> float:
-        """Largest error that is rounding of the dtype."""
-        return max(ROUNDING, 2 * self.exact.worst if self.exact else 0.0)
-
-    def front(self, quantity: str) -> tuple[Contender, ...]:
-        """Pareto front of error and this cost, with rounding errors equal."""
-        points = [
-            (cost, 0.0 if row.error.median <= self.rounding else row.error.median, row)
-            for row in self.contenders
-            if row.error is not None and (cost := row.cost(quantity)) is not None
-        ]
-        return tuple(
-            row
-            for cost, error, row in points
-            if not any(x <= cost and y <= error and (x, y) != (cost, error) for x, y, _ in points)
-        )
-
-    def near(self, max_error: float) -> list[Contender]:
-        """Nearly exact contenders except exact attention, by time."""
-        return [row for row in self.candidates if row.timed and row.worst <= max_error]
-
-    def speed(self, row: Contender) -> Typical:
-        """Speed-up over exact attention. Undecided if one of them was not timed."""
-        if row.timed is None or self.exact is None or self.exact.timed is None:
-            return Typical(1.0, None, None, 0)
-        return time_ratio(row.timed, self.exact.timed)
-
-    def faster(self, contenders: Iterable[Contender], side: int = 1) -> list[Contender]:
-        """Contenders significantly faster than exact attention, or the unclear ones with side 0."""
-        return [row for row in contenders if row.timed and self.speed(row).side_of_one == side]
+    def within(self, limit: float) -> tuple[list[Row], list[Row], list[Row]]:
+        """Candidates within the limit wherever there are errors, beyond it, and with errors not known."""
+        rows = [row for row in self.rows if row.is_candidate and row.largest is not None]
+        beyond = [row for row in rows if row.largest is not None and row.largest > limit]
+        broken = [row for row in rows if any(record.case.kind == "error" for record in row.failed)]
+        near = [row for row in rows if row not in beyond and row not in broken]
+        return [x for x in near if not x.missing], beyond, [x for x in near if x.missing]
 
 
-def comparisons(records: Iterable[Record]) -> tuple[Comparison, ...]:
-    """One per input, length, pass and number of threads with both errors and times, the shortest first."""
-    errors: dict[tuple[Any, ...], dict[str, list[Record]]] = {}
-    costs: dict[tuple[Any, ...], list[Record]] = {}
-    for record in {record.case.key: record for record in records}.values():
-        case = record.case
-        # Errors depend on the kind of device only, costs on the device.
-        key = (case.device.partition(":")[0], *(getattr(case, name) for name in _SHARED))
-        if (case.kind, case.of) == ("error", "output"):
-            errors.setdefault(key, {}).setdefault(case.inputs, []).append(record)
-        elif case.kind in ("time", "memory") and case.of == "attention" and case.execution is None:
-            shape = tuple(getattr(case, name) for name in _SHAPE)
-            costs.setdefault((key, case.inputs, shape, case.threads, case.backward), []).append(record)
-    complete = []
-    for (key, inputs, *_), group in costs.items():
-        measured = errors.get(key, {})
-        # Errors on the inputs of the costs, or beside Gaussian ones those of each model.
-        models: dict[str, dict[str, list[Record]]] = {}
-        for name in measured if inputs == GAUSSIAN else single_names(inputs):
-            if name in measured:
-                models.setdefault(name.rpartition("(")[0], {})[name] = measured[name]
-        for errors_of_model in models.values() if any(r.case.kind == "time" for r in group) else ():
-            comparison = _comparison(group, errors_of_model)
-            # Where the budget did not reach the error of exact attention, there is nothing to compare.
-            if comparison.exact or not any(map(over_budget, comparison.records)):
-                complete.append(comparison)
-    return tuple(sorted(complete, key=lambda comparison: comparison.case.tokens))
+def comparisons(records: Iterable[Record]) -> list[Comparison]:
+    """One for each setting of calls and each model with errors on the same shape, in order of the records."""
+    records = [*{record.case.key: record for record in records}.values()]
+    errors = [r for r in records if (r.case.kind, r.case.of) == ("error", "output")]
+    calls = [r for r in records if r.case.kind in ("time", "memory")]
+    speeds: dict[tuple[Any, ...], dict[str, Mapping[int, Typical]]] = {}
+    for group in by_subject(calls).values():
+        for row in speed_ups(curves(group, "time_s")):
+            speeds.setdefault(_setting(row.case), {})[row.case.label] = row.ratios
+    settings, joined = list[Comparison](), set[str]()
+    for group in grouped(calls, *_SETTING):
+        case = group[0].case
+        for source in _models(errors, case) or [[]]:
+            joined |= {record.case.key for record in source}
+            settings.append(_comparison(case, group, source, speeds.get(_setting(case), {})))
+    alone = [record for record in errors if record.case.key not in joined]
+    for group in grouped(alone, *_SHAPE):
+        settings += [_comparison(group[0].case, [], source, {}) for source in _by_model(group)]
+    return settings
 
 
-def by_setting(all_comparisons: Iterable[Comparison]) -> list[list[Comparison]]:
-    """Comparisons that differ in length alone, the shortest first."""
-    groups: dict[tuple[Any, ...], list[Comparison]] = {}
-    for comparison in all_comparisons:
-        case, model = comparison.case, comparison.inputs.rpartition("(")[0]
-        # The layers that are long enough may be fewer at longer lengths.
-        inputs = case.inputs if case.inputs != GAUSSIAN else model
-        groups.setdefault(
-            (inputs, replace(case, tokens=1, inputs=GAUSSIAN, label="", backend="", options={}).key), []
-        ).append(comparison)
-    return list(groups.values())
+def _setting(case: Case) -> tuple[Any, ...]:
+    return tuple(getattr(case, name) for name in _SETTING)
 
 
-def _comparison(costs: Sequence[Record], errors: Mapping[str, Sequence[Record]]) -> Comparison:
-    case = next(record.case for record in costs if record.case.kind == "time")
-    records = (*(record for group in errors.values() for record in group), *costs)
-    layers = len(errors) if case.inputs == GAUSSIAN else len(single_names(case.inputs))
-    rows = [_contender(group, layers) for group in grouped(records, "label")]
-    contenders = tuple(sorted(rows, key=_place))
-    return Comparison(case, records[0].case, joint_name(list(errors)), contenders, records)
+def _shape(case: Case) -> tuple[Any, ...]:
+    # Errors depend on the kind of device alone.
+    return (case.device.partition(":")[0], *(getattr(case, name) for name in _SHAPE))
 
 
-def _contender(group: Sequence[Record], layers: int) -> Contender:
-    errors = [record for record in group if record.case.kind == "error"]
-    times = [record for record in group if record.case.kind == "time"]
-    return Contender(
+def _models(errors: Sequence[Record], case: Case) -> list[list[Record]]:
+    """Errors on the shape of a call, by model; on the inputs of the call if it names any."""
+    if case.of != "attention" or case.execution is not None:
+        return []
+    alike = [record for record in errors if _shape(record.case) == _shape(case)]
+    if case.inputs != GAUSSIAN:
+        alike = [record for record in alike if record.case.inputs in single_names(case.inputs)]
+    return _by_model(alike)
+
+
+def _by_model(errors: Sequence[Record]) -> list[list[Record]]:
+    models: dict[str, list[Record]] = {}
+    for record in errors:
+        models.setdefault(record.case.inputs.partition("(")[0], []).append(record)
+    return [*models.values()]
+
+
+def _comparison(
+    case: Case, calls: Sequence[Record], errors: Sequence[Record], speeds: Mapping[str, Mapping[int, Typical]]
+) -> Comparison:
+    layers: dict[int, set[str]] = {}
+    for record in errors:
+        layers.setdefault(record.case.tokens, set()).add(record.case.inputs)
+    most = max(map(len, layers.values()), default=0)
+    times = {
+        group[0].case.label: {r.case.tokens: r for r in group if r.status == "ok" and r.times_s}
+        for group in grouped((r for r in calls if r.case.kind == "time"), "label")
+    }
+    exact = next((times[r.case.label] for r in calls if is_yardstick(r.case) and r.case.label in times), {})
+    rows = []
+    for group in grouped((*errors, *calls), "label"):
+        label = group[0].case.label
+        ratios = {**_predicted(group, times.get(label, {}), exact), **speeds.get(label, {})}
+        # A file may hold times whose ratio no float can hold.
+        ratios = {tokens: ratio for tokens, ratio in ratios.items() if 0 < ratio.median < math.inf}
+        if group[0].case.backend == YARDSTICK and times.get(label) is exact:
+            ratios = {tokens: Typical(1.0, 1.0, 1.0, 1) for tokens in exact}
+        statuses = {record.status for record in group}
+        if "ok" in statuses or "unsupported" not in statuses:
+            rows.append(_row(group, layers, times.get(label, {}), dict(sorted(ratios.items()))))
+    tokens = max((n for row in rows for n in row.errors if len(layers[n]) == most), default=0)
+    inputs = joint_name(sorted(set().union(*layers.values()))) if layers else None
+    rows.sort(key=lambda row: _place(row, tokens))
+    return Comparison(case, inputs, tuple(rows), tokens, (*errors, *calls))
+
+
+def _predicted(
+    group: Sequence[Record], times: Mapping[int, Record], exact: Mapping[int, Record]
+) -> dict[int, Typical]:
+    """Speed-ups where the budget left out a time, each time extrapolated from its own lengths."""
+    left = {r.case.tokens for r in group if r.case.kind == "time" and over_budget(r)}
+    sides = [{n: call_time(record).median for n, record in side.items()} for side in (exact, times)]
+    speeds = {}
+    for tokens in left | (times.keys() - exact.keys() if exact else set()):
+        exact_s, own_s = (extrapolated(side, tokens) for side in sides)
+        if exact_s is not None and own_s is not None:
+            value, low, high = exact_s[0] / own_s[0], exact_s[1] / own_s[2], exact_s[2] / own_s[1]
+            speeds[tokens] = Typical(value, low, high, samples=0)
+    return speeds
+
+
+def _row(
+    group: Sequence[Record],
+    layers: Mapping[int, set[str]],
+    times: Mapping[int, Record],
+    speeds: Mapping[int, Typical],
+) -> Row:
+    measured = [r for r in group if r.case.kind == "error" and r.status == "ok"]
+    by_length = {part[0].case.tokens: part for part in grouped(measured, "tokens")}
+    errors = {n: e for n, part in by_length.items() if (e := _error(part, len(layers[n]))) is not None}
+    memory = [r for r in group if r.case.kind == "memory" and r.status == "ok"]
+    last = max(memory, key=lambda record: record.case.tokens, default=None)
+    return Row(
         label=group[0].case.label,
         backend=group[0].case.backend,
-        error=_over_layers(errors, "output_relative_error", layers),
-        mse=_over_layers(errors, "output_mse", layers),
-        layers=layers,
-        timed=next((record for record in times if record.status == "ok" and record.times_s), None),
-        peak_bytes=next((record.peak_bytes for record in group if record.peak_bytes is not None), None),
-        failed=tuple(record for record in group if record.status != "ok"),
+        errors=dict(sorted(errors.items())),
+        largest=max(_medians(measured, "output_relative_error"), default=None),
+        times=times,
+        speeds=speeds,
+        peaks={r.case.tokens: r.peak_bytes for r in group if r.peak_bytes is not None},
+        state_bytes=last.state_bytes if last else None,
+        weights_bytes=last.parameter_bytes if last else None,
+        missing=tuple(sorted(layers.keys() - errors.keys())),
+        failed=tuple(r for r in group if r.status not in ("ok", "skipped")),
     )
 
 
-def _over_layers(errors: Sequence[Record], quantity: str, layers: int) -> Middle | None:
-    """Median over draws on a single layer, median and range over several, or None."""
-    medians = []
-    for record in errors:
+def _error(records: Sequence[Record], layers: int) -> Error | None:
+    """Error over all layers of a length, or None if one is missing or not finite."""
+    values = _medians(records, "output_relative_error")
+    if len(values) != layers:
+        return None
+    low, high = min(values), max(values)
+    draws = records[0].measured.get("output_relative_error_draws")
+    if layers == 1 and draws:
+        _, low, high, _ = middle(draws)
+    mses = _medians(records, "output_mse")
+    # Exact attention reads all keys by its name.
+    keys = [r.density for r in records if r.density is not None and r.case.backend != YARDSTICK]
+    return Error(max(values), low, high, layers, max(mses, default=None), max(keys, default=None))
+
+
+def _medians(records: Sequence[Record], quantity: str) -> list[float]:
+    """Median over the draws of each record, without draws the value, of finite ones."""
+    values = []
+    for record in records:
         mean, draws = getattr(record, quantity), getattr(record, f"{quantity}_draws") or ()
         # A draw that was not finite is null in the file.
-        if record.status == "ok" and mean is not None and None not in draws:
-            medians.append(middle(draws or [mean]))
-    if len(medians) != layers:
-        return None
-    if layers == 1:
-        return medians[0]
-    values = [value.median for value in medians]
-    return Middle(median(values), min(values), max(values), min(value.samples for value in medians))
+        if mean is not None and None not in draws:
+            values.append(median(draws or [mean]))
+    return values
 
 
-def _place(row: Contender) -> tuple[bool, float, float]:
-    time_s = row.cost("time_s")
-    return time_s is None, time_s or 0.0, row.error.median if row.error else float("inf")
+def _place(row: Row, tokens: int) -> tuple[Any, ...]:
+    error = row.errors.get(tokens)
+    speed = row.speed
+    return (
+        row.label.partition(" ·")[0] != YARDSTICK,
+        row.backend in REFERENCES,
+        float("inf") if error is None else error.worst,
+        -(speed.median if speed is not None else 0.0),
+    )

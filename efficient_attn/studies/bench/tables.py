@@ -1,10 +1,10 @@
-"""Tables of error, time and peak memory of every backend, with failures."""
+"""Tables of a benchmark: one of each setting for the terminal, and all lengths for the page."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION, YARDSTICK, single_names, timed_layer
-from efficient_attn.report.table import NOT_MEASURED, UNDECIDED, Table
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK
+from efficient_attn.report.table import NOT_MEASURED, PREDICTED, UNDECIDED, Table
 from efficient_attn.report.text import (
     QUEUED_NOTE,
     calibration_note,
@@ -18,98 +18,177 @@ from efficient_attn.report.text import (
     show_spread,
     three_digits,
 )
-from efficient_attn.runs.default_view import cost_cells
+from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats.estimates import (
     DEVICE_TIME,
-    FEWEST_ROUNDS,
-    RUN_SHIFT,
+    OPEN,
+    SHIFT_HALF_WIDTH,
     Curve,
-    SpeedUp,
     Typical,
     by_clock,
     by_subject,
+    call_time,
     curves,
-    speed_ups,
 )
 from efficient_attn.stats.predicted_time import crossover
-from efficient_attn.studies.bench.comparison import (
-    GAUSSIAN,
-    ROUNDING,
-    Comparison,
-    Contender,
-    by_setting,
-    comparisons,
-)
+from efficient_attn.stats.speeds import speed_ups
+from efficient_attn.studies.bench.comparison import REFERENCES, ROUNDING, Comparison, Row, comparisons
 
-# Column of speed-ups.
-SPEED = "speed, exact 1×"
+SPEED, START = "speed, exact 1×", "faster from, tokens"
 
 _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
 
-_INTERVALS = (
-    f"Interval: 95 % over rounds (at least {FEWEST_ROUNDS}, --rounds) and a shift of {100 * RUN_SHIFT:.0f} % "
-    "(standard deviation) between runs."
+_ERRORS = (
+    "error: ‖out − exact‖ / ‖exact‖, exact attention in float64, median over draws, largest over the layers. "
+    f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse than it, or a reference."
 )
-_FRONT = "front: no backend has both a smaller error and a smaller cost."
-_UNIFORM = f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse than {UNIFORM_ATTENTION}."
+_SPEEDS = (
+    "speed: median over rounds, decided where its interval (95 % over at most four looks) excludes 1 or lies "
+    f"within 10 % of it; between two runs a speed shifts by a further ±{100 * SHIFT_HALF_WIDTH:.0f} %."
+)
 
-Cells = Mapping[str, str]
 
+def tables(records: Sequence[Record], run: Run[Settled], *, column: str, rounds: int) -> list[Table]:
+    """One table of each setting, then details: times, memory and errors at all lengths.
 
-def tables(records: Sequence[Record]) -> list[Table]:
-    """Time, peak memory and error at all lengths, and all of them at the longest length with an error."""
-    groups = by_setting(comparisons(records))
-    shown = []
-    for subject, group in subjects_alone(records, groups).items():
+    Args:
+        column: One of COLUMNS.
+        rounds: Most rounds of a call.
+    """
+    settings = comparisons(records)
+    shown = [_comparison_table(x, run, column, rounds) for x in settings if x.rows]
+    for subject, group in by_subject(records).items():
         place = "" if subject == "attention" else f" of the {subject}"
         for clock, timed in by_clock(group).items():
-            times = curves(timed, "time_s")
-            compared = speed_ups(times)
-            speeds = {row.label: show_ratio(row.last) for row in compared}
-            baselines = {curve.label: "1×" for curve in times if speeds and curve.backend == YARDSTICK}
-            columns = {SPEED: {**baselines, **speeds}, "faster from, tokens": crossover_cells(compared)}
             caches = " or ".join(sorted({record.case.l2 for record in timed if record.case.l2}))
-            notes = [_INTERVALS, *([QUEUED_NOTE.format(caches)] if clock == DEVICE_TIME else [])]
+            notes = [QUEUED_NOTE.format(caches)] if clock == DEVICE_TIME else []
             title = f"{clock.capitalize()} per call{place}, ms"
-            shown += _cost_tables(title, times, _MILLISECOND, columns, notes)
-        # Bytes at the longest length, of every curve that has any.
-        columns = {
-            name: {
-                curve.label: three_digits(curve.measured[-1].value / _MEBIBYTE)
-                for curve in curves(group, quantity)
-                if curve.measured and curve.measured[-1].value
-            }
-            for name, quantity in (("weights", "parameter_bytes"), ("state", "state_bytes"))
-        }
+            cost = _cost_table(title, curves(timed, "time_s"), _MILLISECOND, notes)
+            shown += [table._replace(detail=clock != DEVICE_TIME) for table in cost]
         title = f"Peak memory of a call{place}, MiB"
-        shown += _cost_tables(title, curves(group, "peak_bytes"), _MEBIBYTE, columns)
-    longest = max((record.case.tokens for record in records), default=0)
-    for setting_group in groups:
-        if len(setting_group) > 1:
-            shown.append(_error_table(setting_group, longest))
-        shown.append(_comparison_table(setting_group[-1]))
+        memory = _cost_table(title, curves(group, "peak_bytes"), _MEBIBYTE)
+        shown += [table._replace(detail=True) for table in memory]
+    shown += [_error_table(x) for x in settings if len({n for row in x.rows for n in row.errors}) > 1]
     return shown
 
 
-def subjects_alone(
-    records: Sequence[Record], groups: Sequence[Sequence[Comparison]]
-) -> dict[str, list[Record]]:
-    """Group costs by subject. Empty when the comparison table already shows them."""
-    subjects = by_subject(records)
-    queued = any(record.device_times_s for record in records)
-    both = (*curves(records, "time_s"), *curves(records, "peak_bytes"))
-    single = len(subjects) == 1 and all(len(curve.points) == 1 for curve in both)
-    return {} if groups and single and not queued else subjects
+def _comparison_table(comparison: Comparison, run: Run[Settled], column: str, rounds: int) -> Table:
+    shown, errors_at, longest = comparison.rows, comparison.tokens, comparison.longest
+    memory_at = longest or max((tokens for row in shown for tokens in row.peaks), default=0)
+    error, speed = f"error, {errors_at} tokens", f"speed, {longest} tokens"
+    memory = f"MiB, {memory_at} tokens"
+    further = _FURTHER[column].format(errors=errors_at, longest=longest)
+    columns = {
+        error: [error_cell(row, errors_at) for row in shown],
+        speed: [_speed_cell(row, longest) for row in shown],
+        memory: [_memory_cell(row, memory_at) for row in shown],
+        START: [start_cell(row) for row in shown],
+        further: [_further(column, row, errors_at, longest) for row in shown],
+    }
+    columns = {head: cells for head, cells in columns.items() if {*cells} - {NOT_MEASURED, ""}}
+    rows = tuple(zip([row.label for row in shown], *columns.values(), strict=True))
+    notes = (
+        *([_ERRORS] if errors_at else []),
+        *([_SPEEDS] if longest else []),
+        *mark_notes(rows, "extrapolated from shorter lengths", _doubt(comparison, rounds)),
+        *calibration_note(comparison.records),
+        *failure_notes(comparison.records),
+    )
+    # Who reads all keys, or approximates nothing, is not compared.
+    exact = [row.label for row in shown if errors_at in row.errors and row.errors[errors_at].reads_all]
+    references = [row.label for row in shown if row.backend in REFERENCES]
+    table = Table(heading_of(comparison, run), ("backend", *columns), rows, notes).compared(
+        errors=[error], speeds=[speed], costs=[memory], skip=[*exact, *references]
+    )
+    grey = [(n, place) for n, row in enumerate(rows) if row[0] in references for place in range(len(row))]
+    return table._replace(worse=tuple(dict.fromkeys((*table.worse, *grey))))
 
 
-def crossover_cells(compared: Sequence[SpeedUp]) -> dict[str, str]:
+def _memory_cell(row: Row, tokens: int) -> str:
+    peak = row.peaks.get(tokens)
+    return _failure(row, "memory") if peak is None else three_digits(peak / _MEBIBYTE)
+
+
+def _failure(row: Row, kind: str) -> str:
+    """Status of the first failure of this kind, if any."""
+    return next((record.status for record in row.failed if record.case.kind == kind), NOT_MEASURED)
+
+
+def _doubt(comparison: Comparison, rounds: int) -> str:
+    """Meaning of a question mark, and how to go on if the budget ended before the rounds."""
+    speeds = [speed for row in comparison.rows for speed in row.speeds.values() if speed.samples]
+    done = [speed.samples for speed in speeds if speed.outcome == OPEN]
+    if not done:
+        return "the interval reaches beyond ×3, or beyond the measured lengths"
+    further = "" if min(done) >= rounds else ". Continue: --resume with a larger --budget"
+    return f"not decided after {min(done)} of at most {rounds} rounds{further}"
+
+
+# Headings of the fifth column by its option.
+_FURTHER = {
+    "time": "ms, {longest} tokens",
+    "mse": "MSE, {errors} tokens",
+    "keys": "keys read, {errors} tokens",
+    "state": "state, KiB",
+    "weights": "weights, KiB",
+}
+
+
+def _further(column: str, row: Row, errors_at: int, longest: int) -> str:
+    """Cell of the column that an option chooses."""
+    error = row.errors.get(errors_at)
+    if column == "time":
+        timed = row.times.get(longest)
+        return NOT_MEASURED if timed is None else show_spread(*call_time(timed)[:3], unit=_MILLISECOND)
+    if column == "mse":
+        return NOT_MEASURED if error is None or error.mse is None else show_error(error.mse)
+    if column == "keys":
+        return NOT_MEASURED if error is None or error.keys is None else f"{100 * error.keys:.2g} %"
+    size = getattr(row, f"{column}_bytes")
+    return NOT_MEASURED if size is None else three_digits(size / 2**10)
+
+
+def heading_of(comparison: Comparison, run: Run[Settled]) -> str:
+    """Inputs of the errors and setting of the calls: `encoder, layers 0, 1, 5: 12 heads of 32, …`."""
+    case, free = comparison.case, run.settled.free_cores
+    subject = "" if case.of in ("attention", "output") else f"{case.of}: "
+    inputs = "" if comparison.inputs is None else f"{describe(comparison.inputs)}: "
+    cores = "" if free is None else f" ({free})"
+    return f"{(subject + inputs)[:1].upper()}{(subject + inputs)[1:]}{setting(case)}{cores}"
+
+
+def error_cell(row: Row | None, tokens: int) -> str:
+    """Cell of the error on the worst layer, with its range over layers or its interval over draws."""
+    if row is None or tokens not in row.errors:
+        return NOT_MEASURED if row is None else _failure(row, "error")
+    error = row.errors[tokens]
+    worst, low, high = map(show_error, error[:3])
+    text = f"{worst} all keys" if error.reads_all else worst
+    return text if low == high or error.worst < ROUNDING else f"{text}\t{low} to {high}"
+
+
+def _speed_cell(row: Row, tokens: int) -> str:
+    """Cell `5.3×`, `~3.1×` if predicted."""
+    speed = row.speeds.get(tokens)
+    if speed is None:
+        return _failure(row, "time")
+    if row.label == YARDSTICK:
+        return "1×"
+    return show_ratio(speed) if speed.samples else f"{PREDICTED}{show_ratio(speed).replace(UNDECIDED, '')}"
+
+
+def start_cell(row: Row) -> str:
+    """Cell of the crossover, empty for exact attention and for a single length."""
+    return crossover_cell(row.speeds) if len(row.speeds) > 1 and row.label != YARDSTICK else ""
+
+
+def crossover_cells(all_curves: Sequence[Curve]) -> dict[str, str]:
     """Cells of the crossover of every backend with several lengths, by label."""
-    rows = [row for row in compared if len(row.ratios) > 1 and row.case.backend != CEILING]
-    return {row.label: crossover_cell(row.ratios) for row in rows}
+    return {row.label: crossover_cell(row.ratios) for row in speed_ups(all_curves) if len(row.ratios) > 1}
 
 
 def crossover_cell(ratios: Mapping[int, Typical]) -> str:
-    """Cell `910` with its interval, or the lengths that it lies beyond."""
+    """Cell `910` with its interval, `?` behind if that is wider than the measured lengths."""
     speeds = {tokens: ratio for tokens, ratio in ratios.items() if ratio.low is not None}
     if len(speeds) < 2:
         return UNDECIDED
@@ -124,22 +203,18 @@ def crossover_cell(ratios: Mapping[int, Typical]) -> str:
     lowest = f"below {first}" if low == first else lowest
     if value is None or value == first:
         shown = f">{last}" if value is None else f"≤{first}"
-    return f"{shown}\t{lowest} {'or more' if high is None else f'to {highest}'}"
+    doubt = UNDECIDED if high is None or low == first else ""
+    return f"{shown}{doubt}\t{lowest} {'or more' if high is None else f'to {highest}'}"
 
 
-def _cost_tables(
-    title: str,
-    all_curves: Sequence[Curve],
-    unit: float,
-    columns: Mapping[str, Cells],
-    notes: Sequence[str] = (),
+def _cost_table(
+    title: str, all_curves: Sequence[Curve], unit: float, notes: Iterable[str] = ()
 ) -> list[Table]:
     """One table with a column for each length, if any point was tried before the budget ended."""
     points = [point for curve in all_curves for point in curve.points]
     if all(point.record.status == "skipped" for point in points):
         return []
     lengths = sorted({point.tokens for point in points})
-    columns = {name: cells for name, cells in columns.items() if cells}
     rows = []
     for curve in all_curves:
         costs = {
@@ -148,81 +223,17 @@ def _cost_tables(
             else show_spread(point.value, point.low, point.high, unit=unit)
             for point in curve.points
         }
-        cells = (
-            *(costs.get(tokens, "") for tokens in lengths),
-            *(c.get(curve.label, "") for c in columns.values()),
-        )
-        rows.append((curve.label, *cells))
-    heads = ("backend", *map(str, lengths), *columns)
-    notes = (*notes, *mark_notes(rows), *failure_notes([point.record for point in points]))
-    return [
-        Table(title, heads, tuple(rows), notes).compared(costs=heads[1 : len(lengths) + 1], speeds=(SPEED,))
-    ]
+        rows.append((curve.label, *(costs.get(tokens, "") for tokens in lengths)))
+    heads = ("backend", *map(str, lengths))
+    return [Table(title, heads, tuple(rows), (*notes, *mark_notes(rows))).compared(costs=heads[1:])]
 
 
-def _error_table(group: Sequence[Comparison], longest: int) -> Table:
-    last = group[-1]
-    notes = _error_notes(last)
-    if longest > last.case.tokens:
-        model = last.inputs.partition("(")[0]
-        notes += (f"{model} has {last.case.tokens} tokens. Pass longer q, k and v with --inputs FILE.",)
-    labels = dict.fromkeys(row.label for comparison in reversed(group) for row in comparison.contenders)
-    rows = tuple((label, *(error_cell(comparison.row(label)) for comparison in group)) for label in labels)
-    heads = ("backend", *(str(comparison.case.tokens) for comparison in group))
-    title = f"Relative error of the output: {describe(last.inputs)}, {setting(last.errors)}"
-    return Table(title, heads, rows, notes).compared(errors=heads[1:])
-
-
-def _comparison_table(comparison: Comparison) -> Table:
-    case, contenders = comparison.case, comparison.contenders
-    fronts = {"time": comparison.front("time_s"), "memory": comparison.front("peak_bytes")}
-    baseline = comparison.exact and comparison.exact.timed
-    rows = []
-    for row in contenders:
-        time, speed, peak = cost_cells(row.timed, baseline, row.peak_bytes)
-        front = ", ".join(name for name, front in fronts.items() if row in front)
-        mse = NOT_MEASURED if row.mse is None else show_error(row.mse.median)
-        rows.append((row.label, time, speed, error_cell(row), mse, peak, front))
-    columns = ("backend", "time, ms", SPEED, "error", "MSE", "memory, MiB", "front")
-    several = case.inputs != GAUSSIAN and len(single_names(case.inputs)) > 1
-    notes = (
-        *_error_notes(comparison),
-        f"{_FRONT} Times and memory: on {timed_layer(case.inputs)}." if several else _FRONT,
-        *calibration_note(comparison.records),
-        *mark_notes(rows),
-        *failure_notes(comparison.records),
-    )
-    return Table(f"Error, time and memory: {heading_of(comparison)}", columns, tuple(rows), notes).compared(
-        errors=("error", "MSE"), costs=("time, ms", "memory, MiB"), speeds=(SPEED,)
-    )
-
-
-def heading_of(comparison: Comparison) -> str:
-    """Inputs of a comparison, its length and setting."""
-    return f"{inputs_words(comparison)}; {comparison.case.tokens} tokens, {setting(comparison.case)}"
-
-
-def inputs_words(comparison: Comparison) -> str:
-    """`encoder, layers 0, 1, 5`, or `errors on …` and their shape where times are of other inputs."""
-    words = describe(comparison.inputs)
-    if comparison.case.inputs != GAUSSIAN:
-        return words
-    return f"errors on {words}, {comparison.errors.num_heads} heads of {comparison.errors.head_dim}"
-
-
-def error_cell(row: Contender | None) -> str:
-    """Cell of the error with its range over layers, or its interval over draws on a single layer."""
-    if row is None or row.error is None:
-        failed = () if row is None else row.failed
-        return next((record.status for record in failed if record.case.kind == "error"), NOT_MEASURED)
-    middle, low, high = map(show_error, row.error[:3])
-    return middle if low == high or row.worst < ROUNDING else f"{middle}\t{low} to {high}"
-
-
-def _error_notes(comparison: Comparison) -> tuple[str, ...]:
-    several = len(single_names(comparison.inputs)) > 1
-    spread = f"range over {layer_words(comparison.inputs)}" if several else "95 % over the draws"
-    compared = max((record.compared_queries or 0 for record in comparison.records), default=0)
-    queries = f" at {compared} random queries per head" if compared else ""
-    text = f"error: ‖out − exact‖ / ‖exact‖, exact softmax attention in float64{queries}, median over draws."
-    return f"{text} Interval: {spread}.", _UNIFORM
+def _error_table(comparison: Comparison) -> Table:
+    lengths = sorted({tokens for row in comparison.rows for tokens in row.errors})
+    rows = [(row.label, *(error_cell(row, n) for n in lengths)) for row in comparison.rows if row.errors]
+    heads = ("backend", *map(str, lengths))
+    title = f"Relative error of the output: {describe(comparison.inputs or '')}, {setting(comparison.case)}"
+    spread = layer_words(comparison.inputs or "")
+    notes = (_ERRORS, f"Range: over {spread}." if "," in spread else "Interval: 95 % over the draws.")
+    table = Table(title, heads, tuple(rows), notes).compared(errors=heads[1:])
+    return table._replace(detail=True)

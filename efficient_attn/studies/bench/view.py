@@ -1,30 +1,39 @@
-"""Views of a benchmark: tables, sentences with their numbers, and plots with Pareto fronts."""
+"""Views of a benchmark: sentences with their numbers, and plots."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import show_bytes, show_seconds
-from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION, single_names
-from efficient_attn.report.figures import LARGEST, MUTED, Axis, Chart, Plot, Series, line_styles
-from efficient_attn.report.table import brief, full
-from efficient_attn.report.text import compared, edges, setting, show_error, show_ratio
+from efficient_attn.measure.variants import UNIFORM_ATTENTION
+from efficient_attn.report.figures import (
+    LARGEST,
+    LIMIT_STYLE,
+    UNIFORM_STYLE,
+    Axis,
+    Chart,
+    Plot,
+    Series,
+    in_rows,
+    line_styles,
+)
+from efficient_attn.report.table import brief
+from efficient_attn.report.text import edges, setting, show_error, show_ratio
 from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats.estimates import (
     DEVICE_TIME,
-    RUN_SHIFT,
-    TIME,
+    FASTER,
+    OPEN,
     Curve,
-    SpeedUp,
     by_clock,
     by_subject,
     curves,
-    speed_ups,
 )
 from efficient_attn.stats.noise_warnings import remedy
-from efficient_attn.studies.bench.comparison import Comparison, by_setting, comparisons
-from efficient_attn.studies.bench.tables import error_cell, heading_of, inputs_words, subjects_alone
+from efficient_attn.stats.speeds import speed_ups
+from efficient_attn.studies.bench.comparison import ROUNDING, Comparison, Row, comparisons
+from efficient_attn.studies.bench.tables import heading_of, start_cell
 
 # Space around the medians; wider intervals leave the picture, which would be flat lines otherwise.
 _MARGIN = 1.5
@@ -45,76 +54,75 @@ _COSTS = {
         Axis(scale="log2", show=show_bytes),
     ),
 }
-_ERRORS = Axis("relative output error", "log", show_error)
 _TOKENS = Axis("sequence length, tokens", "log2", "{:.0f}".format)
 
 
 def sentences(records: Sequence[Record], max_error: float, run: Run[Settled]) -> list[str]:
-    """The conclusion at the longest length with errors, then speeds at the longest length."""
-    groups = by_setting(comparisons(records))
-    texts = [_verdict(group[-1], max_error, run) for group in reversed(groups)]
-    for subject, group in subjects_alone(records, groups).items():
-        place = "" if subject == "attention" else f" of the {subject}"
-        for clock, timed in by_clock(group).items():
-            where = place if clock == TIME else f"{place} by {clock}"
-            texts += _speed_sentences(where, speed_ups(curves(timed, "time_s")))
-    return texts
+    """The conclusion of each setting, then speeds by device time."""
+    texts = [_verdict(comparison, max_error, run) for comparison in comparisons(records)]
+    for subject, group in by_subject(records).items():
+        if timed := by_clock(group).get(DEVICE_TIME):
+            place = "" if subject == "attention" else f" of the {subject}"
+            rows = sorted(speed_ups(curves(timed, "time_s")), key=lambda row: -row.last.median)
+            # A file may hold times whose ratio no float can hold.
+            told = [f"{x.label} {brief(show_ratio(x.last))}" for x in rows if 0 < x.last.median < math.inf]
+            if told:
+                texts.append(f"Speed{place} by device time, exact 1×: {', '.join(told)}.")
+    return [text for text in texts if text]
 
 
-def _speed_sentences(place: str, compared: Iterable[SpeedUp]) -> list[str]:
-    """Speeds against exact attention, the fastest first, one sentence per setting and length."""
-    settings: dict[tuple[int, str], list[SpeedUp]] = {}
-    for row in sorted(compared, key=lambda row: -row.last.median):
-        # A file may hold times whose ratio no float can hold.
-        if row.case.backend != CEILING and 0 < row.last.median < math.inf:
-            settings.setdefault((row.case.tokens, setting(row.case)), []).append(row)
-    return [
-        f"Speed{place} at {tokens} tokens ({where}), exact 1×: "
-        f"{', '.join(f'{row.label} {brief(show_ratio(row.last))}' for row in rows)}."
-        for (tokens, where), rows in settings.items()
-    ]
+def _verdict(comparison: Comparison, limit: float, run: Run[Settled]) -> str:
+    """Backends within the error limit with their speeds, and the nearest beyond it."""
+    place, count = heading_of(comparison, run), f"{100 * limit:g} % of exact"
+    fast = [row for row in comparison.rows if row.speed is not None and row.is_candidate]
+    if comparison.inputs is None:
+        rows = sorted(fast, key=lambda row: -row.speed.median if row.speed else 0.0)
+        told = ", ".join(map(_in_words, rows))
+        return f"{place}: {told}." if told else ""
+    near, beyond, unknown = comparison.within(limit)
+    where = "on every layer" if "layers" in comparison.inputs else "there"
+    faster = [row for row in near if row.speed is not None and row.speed.outcome == FASTER]
+    parts = []
+    if faster:
+        parts.append(f"within {count} {where} and faster: {', '.join(map(_in_words, faster))}")
+    elif near:
+        parts.append(f"within {count} {where}, none shown to be faster: {', '.join(map(_in_words, near))}")
+    if unknown:
+        names = [f"{row.label} (skipped at {', '.join(map(str, row.missing))})" for row in unknown]
+        parts.append(f"whether within {count} {where} is not known of {', '.join(names)}")
+    if not parts:
+        parts.append(f"no backend is within {count} {where}")
+    if useful := [row for row in beyond if row.speed is None or row.speed.outcome == FASTER]:
+        nearest = min(useful, key=lambda row: row.largest or 0.0)
+        parts.append(f"nearest{' beyond' if near else ''}: {_in_words(nearest)}")
+    text = f"{place}: {'; '.join(parts)}."
+    if any(row.speed and row.speed.outcome == OPEN for row in near):
+        text += f" {remedy(run.load)}"
+    return text
 
 
-def _verdict(comparison: Comparison, max_error: float, run: Run[Settled]) -> str:
-    """The conclusion at the longest length in one sentence, or the nearest alternative."""
-    case = comparison.case
-    place = f"at {case.tokens} tokens ({inputs_words(comparison)}; {setting(case)})"
-    if comparison.exact is None:
-        return f"No comparison {place}: no error of exact attention was measured."
-    near = comparison.near(max_error)
-    if faster := comparison.faster(near):
-        best = faster[0]
-        text = f"{best.label} is {compared(comparison.speed(best))} than exact {place}"
-        text += f", error {full(error_cell(best))}."
-    elif alike := comparison.faster(near, side=0):
-        names = ", ".join(row.label for row in alike)
-        text = f"Undecided {place} whether {names} is faster than exact. {remedy(run.load)}"
-    else:
-        layers = " on every layer" if len(single_names(comparison.inputs)) > 1 else ""
-        text = f"No backend is within {100 * max_error:g} % of exact{layers} and faster {place}."
-        if fast := comparison.faster(comparison.candidates):
-            nearest = min(fast, key=lambda row: row.worst)
-            error, speed = full(error_cell(nearest)), compared(comparison.speed(nearest))
-            text += f" Nearest of the faster ones: {nearest.label} (error {error}, {speed})."
-    done = {row.label for row in comparison.contenders if row.failed or (row.error and row.timed)}
-    return text + run.settled.missing(done)
+def _in_words(row: Row) -> str:
+    """`window (error 0.52, 8× at 4096 tokens, faster from 360)`."""
+    parts = [] if row.largest is None else [f"error {show_error(row.largest)}"]
+    if row.speed is not None:
+        mark = "" if row.speed.samples else "~"
+        parts.append(f"{mark}{brief(show_ratio(row.speed))} at {max(row.speeds)} tokens")
+    if (start := brief(start_cell(row)))[:1].isdigit():
+        parts.append(f"faster from {start}")
+    return f"{row.label} ({', '.join(parts)})"
 
 
-def plots(records: Sequence[Record]) -> dict[str, Plot]:
-    """The plots worth a file: costs and errors against tokens, and errors against costs."""
-    measured = {record.case.kind for record in records if record.status == "ok"}
-    groups = by_setting(comparisons(records))
-    pictures: dict[str, Plot] = {}
-    if subjects_alone(records, groups):
-        pictures = {
-            name: cost_plot(records, quantity) for quantity, (name, *_) in _COSTS.items() if name in measured
-        }
-        if queued := by_clock(records).get(DEVICE_TIME):
-            pictures["device-time"] = cost_plot(queued)._replace(title="Device time of one queued call")
-    if drawn := [group for group in groups if len(group) > 1]:
-        pictures["error"] = error_plot(drawn)
-    if groups:
-        pictures["comparison"] = comparison_plot(groups)
+def plots(records: Sequence[Record], max_error: float) -> dict[str, Plot]:
+    """The plots worth a file: error against speed beside time against length, then costs by length."""
+    drawn = [x for x in comparisons(records) if x.tokens and x.longest]
+    pictures = {"bench": comparison_plot(drawn, max_error)} if drawn else {}
+    for cost, (name, *_) in _COSTS.items():
+        lines = [curve for group in by_subject(records).values() for curve in curves(group, cost)]
+        # A single length is no line.
+        if any(len(line.measured) > (1 if drawn else 0) for line in lines):
+            pictures[name] = cost_plot(records, cost)
+    if queued := by_clock(records).get(DEVICE_TIME):
+        pictures["device-time"] = cost_plot(queued)._replace(title="Device time of one queued call")
     return pictures
 
 
@@ -137,7 +145,7 @@ def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
     cases = [point.record.case for group in drawn.values() for curve in group for point in curve.measured]
     conditions = setting(cases[0]) if cases else ""
     if cases and y == "time_s":
-        conditions += f"; median with its 95 % interval, with a shift of {100 * RUN_SHIFT:.0f} % between runs"
+        conditions += "; median over rounds with its 95 % interval"
     return Plot(title, conditions, tuple((chart,) for chart in shown))
 
 
@@ -158,83 +166,54 @@ def _series(curve: Curve, style: dict[str, object]) -> Series:
     return Series(curve.label, x, y, style, low, high, hints=hints)
 
 
-def comparison_plot(groups: Sequence[Sequence[Comparison]]) -> Plot:
-    """Two charts for the longest comparison of each setting."""
-    shown = [group[-1] for group in groups]
-    styles = {label: {**style, **_POINT} for label, style in _styles(shown).items()}
-    headings = [heading_of(comparison) for comparison in shown]
-    rows = []
-    for comparison, heading in zip(shown, headings, strict=True):
-        first, second = (_chart(comparison, cost, styles) for cost in _COSTS)
-        rows.append((first._replace(notes=(heading,) if len(shown) > 1 else ()), second))
-    return Plot(
-        "Relative error against cost",
-        f"{headings[0] if len(shown) == 1 else ''}\nfilled: Pareto front; bars: range over the layers",
-        tuple(rows),
-    )
+def comparison_plot(drawn: Sequence[Comparison], max_error: float) -> Plot:
+    """For each setting error against speed and, of several lengths, time against length."""
+    labels = {row.label: row.backend for comparison in drawn for row in comparison.rows}
+    styles = line_styles([pair for pair in labels.items() if pair[1] != UNIFORM_ATTENTION])
+    errors, times = list[Chart](), list[Chart]()
+    for comparison in drawn:
+        timed = [r for r in comparison.records if r.case.kind == "time"]
+        (time,) = cost_plot(timed).charts
+        series = tuple(line._replace(style=styles.get(line.label, line.style)) for line in time.series)
+        times.append(time._replace(series=series))
+        notes = (heading_of(comparison, Run(Settled())),)
+        errors.append(_error_chart(comparison, styles, max_error)._replace(notes=notes))
+    if all(len(time.x.ticks) < 2 for time in times):
+        return Plot("Error against speed", "lower right is better", in_rows(errors))
+    rows = tuple(zip(errors, times, strict=True))
+    return Plot("Error against speed, and time of one call", "lower right is better", rows)
 
 
-def error_plot(groups: Sequence[Sequence[Comparison]]) -> Plot:
-    """Relative error against tokens, a chart for each setting."""
-    styles = _styles([group[-1] for group in groups])
-    charts = [_error_chart(group, styles) for group in groups]
-    if len(groups) > 1:
-        titles = [inputs_words(group[-1]) for group in groups]
-        charts = [chart._replace(title=title) for chart, title in zip(charts, titles, strict=True)]
-    conditions = f"{inputs_words(groups[0][-1])}; median over the layers; rounding errors are not drawn"
-    return Plot("Relative error of the output", conditions, tuple((chart,) for chart in charts))
-
-
-def _error_chart(group: Sequence[Comparison], styles: dict[str, dict[str, Any]]) -> Chart:
+def _error_chart(comparison: Comparison, styles: dict[str, dict[str, Any]], limit: float) -> Chart:
+    """One point a backend: error on the worst layer against the speed at the longest length."""
+    shown = [
+        (row, row.errors[comparison.tokens], row.speeds[comparison.longest].median)
+        for row in comparison.rows
+        if comparison.tokens in row.errors
+        and comparison.longest in row.speeds
+        and row.backend != UNIFORM_ATTENTION
+    ]
+    real = [error.worst for _, error, _ in shown if error.worst > ROUNDING]
+    floor = min([*real, limit], default=HIGHEST) / _BELOW
     series = []
-    for label, style in styles.items():
-        rows = [(comparison, row) for comparison in group if (row := comparison.row(label)) and row.error]
-        y = tuple(
-            min(row.error.median, HIGHEST) if row.error and row.worst > comparison.rounding else None
-            for comparison, row in rows
-        )
-        if rows:
-            series.append(Series(label, tuple(comparison.case.tokens for comparison, _ in rows), y, style))
-    drawn = [y for line in series for y in line.y if y is not None]
-    lengths = [comparison.case.tokens for comparison in group]
+    for row, error, speed in shown:
+        y = floor if error.worst <= ROUNDING else min(error.worst, HIGHEST)
+        series.append(Series(row.label, (speed,), (y,), {**styles[row.label], **_POINT}))
+    lines = {f"{100 * limit:g} % of exact": (limit, LIMIT_STYLE)}
+    if (uniform := comparison.row(UNIFORM_ATTENTION)) and comparison.tokens in uniform.errors:
+        lines[UNIFORM_ATTENTION] = min(uniform.errors[comparison.tokens].worst, HIGHEST), UNIFORM_STYLE
+    series += [Series(label, (), (y,), style) for label, (y, style) in lines.items()]
+    capped = {HIGHEST: f"> {HIGHEST:g}"} if any(error >= HIGHEST for error in real) else {}
+    marks = {floor: "rounding", **{mark: f"{mark:g}" for mark in MARKS if mark > 1.3 * floor}, **capped}
     return Chart(
-        _TOKENS._replace(ticks=lengths),
-        _ERRORS._replace(ticks=_marks(min(drawn, default=1) / 2, drawn)),
-        tuple(series),
-    )
-
-
-def _styles(shown: Sequence[Comparison]) -> dict[str, dict[str, Any]]:
-    rows = {row.label: row.backend for comparison in shown for row in comparison.contenders}
-    styles = line_styles([pair for pair in rows.items() if pair[1] != UNIFORM_ATTENTION])
-    return {**styles, UNIFORM_ATTENTION: {"color": MUTED, "linestyle": "--", "marker": (4, 1, 0)}}
-
-
-def _marks(low: float, errors: Sequence[float]) -> dict[float, str]:
-    """Ticks of an axis of errors, above `low`."""
-    capped = {HIGHEST: f"> {HIGHEST:g}"} if any(error >= HIGHEST for error in errors) else {}
-    return {**{mark: f"{mark:g}" for mark in MARKS if mark > low}, **capped}
-
-
-def _chart(comparison: Comparison, cost: str, styles: dict[str, dict[str, Any]]) -> Chart:
-    _, title, axis = _COSTS[cost]
-    drawn = [(x, row, row.error) for row in comparison.contenders if row.error and (x := row.cost(cost))]
-    real = [error for *_, spread in drawn for error in spread[:3] if error > comparison.rounding]
-    floor = min(real, default=HIGHEST) / _BELOW
-
-    def height(error: float) -> float:
-        return floor if error <= comparison.rounding else min(error, HIGHEST)
-
-    series, front = [], comparison.front(cost)
-    for x, row, error in drawn:
-        style = styles[row.label]
-        style = {**style, "markerfacecolor": style["color"] if row in front else "white"}
-        low, high = ((height(edge),) if row.layers > 1 else () for edge in (error.low, error.high))
-        series.append(Series(row.label, (x,), (height(error.median),), style, low, high, bars=bool(low)))
-    marks, limits = {floor: "rounding", **_marks(1.3 * floor, real)}, (floor / 1.3, HIGHEST * 1.05)
-    return Chart(
-        axis._replace(label=f"{title[0].lower()}{title[1:]}"),
-        _ERRORS._replace(ticks=marks, limits=limits),
+        Axis(f"speed at {comparison.longest} tokens", "log2", "{:g}×".format),
+        Axis(
+            f"relative output error, {comparison.tokens} tokens",
+            "log",
+            show_error,
+            marks,
+            (floor / 1.3, HIGHEST * 1.05),
+        ),
         tuple(series),
         height=3.4,
     )

@@ -152,7 +152,7 @@ class Mse(Study):
         usual = DRAWS if self.of == "output" else kernel.DRAWS
         sizes, lengths = parse_sizes(self.sizes, name="sizes"), parse_sizes(self.seq_lens, name="seq_lens")
         variants = select(self.backends, self.options)
-        threads = settle(Workload(device="cpu", threads=self.threads)).threads
+        threads = settle(Workload(device="cpu", threads=self.threads), timed=False).threads
         question: dict[str, Any] = {"draws": self.draws or usual, "threads": threads}
         point: Callable[..., Point]
         if self.of == "kernel":

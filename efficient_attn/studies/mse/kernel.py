@@ -74,7 +74,7 @@ def _measure(variant: Variant, subject: NamedInputs, draws: int, threads: int | 
             "flops": attention_flops(case, variant.target),
         }
         if uncertainty > _MOST_UNCERTAIN:
-            reason = f"too few draws ({draws}) for a heavy-tailed estimate"
+            reason = f"{draws} draws are too few here"
             return Record(case=case, status="skipped", reason=reason, **shared)
         ratios = [backend.kernel_ratios(q, k) for backend in backends]
         errors = tuple(float((ratio - 1).square().mean()) * value**2 for ratio in ratios)

@@ -1,6 +1,7 @@
 """Errors over the size of the approximation: curves of records, as tables, in sentences and as plots."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from efficient_attn.report import text
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, in_rows, line_styles
 from efficient_attn.report.table import PREDICTED, Table
 from efficient_attn.report.text import show_error
+from efficient_attn.runs.store import over_budget
 from efficient_attn.stats.estimates import FEWEST_FOR_95, grouped, middle, operations_share
 
 RELATIVE, KERNEL = "output_relative_error", "kernel_mse"
@@ -145,9 +147,10 @@ def interval(points: Curve) -> str:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Errors by size, one table per input."""
+    """Errors by size, one table per input that the budget reached."""
     quantity = quantity_in(records)
-    return [_table(panel, quantity) for panel in panels(records, quantity) if panel.curves or panel.failed]
+    shown = panels(records, quantity)
+    return [_table(x, quantity) for x in shown if x.curves or not all(map(over_budget, x.failed))]
 
 
 def _table(panel: Panel, quantity: str) -> Table:
@@ -158,12 +161,18 @@ def _table(panel: Panel, quantity: str) -> Table:
     if panel.yardstick is not None:
         rows.insert(0, (UNIFORM_ATTENTION, text.three_digits(panel.yardstick), *[""] * len(sizes)))
     meaning = interval(panel.points)
+    # Draws that are too few leave theory, or nothing without a closed form.
+    silent = [record for record in panel.failed if record.kernel_value]
+    few = [*silent, *(point.record for point in panel.points if not point.samples)]
+    remark = next((f"; {record.reason.partition(':')[0]}" for record in few if record.reason), "")
+    names = ", ".join(dict.fromkeys(sized(record.case).series for record in silent))
     notes = (
         *([f"{meaning[0].upper()}{meaning[1:]}."] if meaning else []),
         *(["×: measured over theory."] if quantity == KERNEL else []),
         *([f"{', '.join(sorted(odd))} = size + 1."] if odd else []),
-        *text.mark_notes(rows),
-        *text.failure_notes(panel.failed),
+        *text.mark_notes(rows, words=f"theory{remark}"),
+        *([f"{names}: no theory{remark}."] if names else []),
+        *text.failure_notes(record for record in panel.failed if not record.kernel_value),
     )
     heads = ("backend", *("fixed" if size is None else str(size) for size in columns))
     return Table(f"{NAMES[quantity]}: {panel.title}", heads, tuple(rows), notes).compared(errors=heads[1:])
@@ -187,12 +196,19 @@ def _cell(curve: Curve, size: int | None) -> str:
 
 
 def sentences(records: Sequence[Record]) -> list[str]:
-    """Backends that are useful, or agreement with theory."""
+    """Useful backends or agreement with theory, then points beyond the budget."""
     quantity = quantity_in(records)
     shown = panels(records, quantity)
     if quantity == KERNEL:
-        return _agreement([point for panel in shown for point in panel.points])
-    return _useful([panel for panel in shown if not panel.inputs.startswith("gaussian")] or shown)
+        texts = _agreement([point for panel in shown for point in panel.points])
+    else:
+        texts = _useful([panel for panel in shown if not panel.inputs.startswith("gaussian")] or shown)
+    points = Counter(text.describe(record.case.inputs) for record in records)
+    skipped = Counter(text.describe(record.case.inputs) for record in records if over_budget(record))
+    if skipped:
+        places = "; ".join(f"{name} ({count} of {points[name]})" for name, count in skipped.items())
+        texts.append(f"{text.skipped_note(skipped.total())} Skipped: {places}.")
+    return texts
 
 
 def _useful(shown: Sequence[Panel]) -> list[str]:

@@ -98,7 +98,8 @@ class Recall(Study):
                 dtype="float32",
                 device="cpu",
                 threads=self.threads,
-            )
+            ),
+            timed=False,
         )
 
     @cached_property

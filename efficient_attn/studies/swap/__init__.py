@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.texts import Texts, named_texts, text_files
 from efficient_attn.measure.units import parse_sizes
-from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, Variant, select
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, Variant, is_yardstick, select
 from efficient_attn.options import option
 from efficient_attn.problem import positive_count
 from efficient_attn.report.table import Table
@@ -151,7 +151,10 @@ class Swap(Study):
             )
         )
         chosen = select(self.backends, self.options, also=True)
-        chosen = tuple(sorted(chosen, key=promising)) if self.backends is None else chosen
+        if self.backends is None:
+            # The model is the baseline, in its own dtype.
+            chosen = tuple(x for x in chosen if x.backend != YARDSTICK or is_yardstick(x))
+            chosen = tuple(sorted(chosen, key=promising))
 
         from efficient_attn.studies.swap.called import CallSubject, called_model, is_called
         from efficient_attn.studies.swap.measure import candidates

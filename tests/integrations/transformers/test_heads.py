@@ -198,7 +198,7 @@ def test_a_missed_target_ranks_anew_then_keeps_more_keys(folder, planned, stream
     heads = sorted((int(layer), head) for layer, numbers in chosen.items() for head in numbers)
     assert heads == streamable[window] and f'"window": {window}' in final.attached_layers
     count = f"{len(heads)} of 6 key heads streaming (window {window}, ranked by the {score}): loss"
-    assert f"2.0 ± 0.2 times faster, with {count}" in results.sentences()[0]
+    assert f"2.00 ± 0 times faster, with {count}" in results.sentences()[0]
 
 
 def test_a_rank_that_fails_leaves_the_plan_to_the_other_rank(folder, planned, monkeypatch):
@@ -234,7 +234,7 @@ def test_a_decoder_whose_layers_all_slide_has_no_heads_to_rank():
 
 def test_heads_are_ranked_only_where_uniform_attention_is_faster(small, advised, given_times, monkeypatch):
     assert [record.case.kind for record in advised.records[:4]] == ["swap", "bound", "bound", "heads"]
-    monkeypatch.setitem(TIMES_S, UNIFORM_ATTENTION, 0.999)
+    monkeypatch.setitem(TIMES_S, UNIFORM_ATTENTION, 1.0)
     results = ea.advise(small, texts=TEXTS, **LOOSE)
     assert [record.case.kind for record in results.records] == ["swap", "bound", "bound"]
     (sentence,) = results.sentences()
