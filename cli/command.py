@@ -214,7 +214,7 @@ def _first_tables(study: Study, step: Any) -> bool:
 
     console.say(f"After {100 * step.spent:.0f} % of the budget:")
     tables = study.tables([*step.records], Run(study.settled))
-    console.print_tables([table._replace(notes=()) for table in tables])
+    console.print_tables([table._replace(notes=()) for table in tables if len(table.rows) > 2])
     return True
 
 

@@ -28,7 +28,6 @@ from efficient_attn.measure.error import (
     mean_of_values,
     outputs_checked,
 )
-from efficient_attn.measure.inputs import read_given
 from efficient_attn.measure.memory import ITEM_BYTES, Call
 from efficient_attn.measure.new_values import Values
 from efficient_attn.measure.record import DECODED, SAME_INPUTS, Case, Record, replace
@@ -65,27 +64,17 @@ class Prepared(NamedTuple):
     calibrated_on: str | None
 
 
-def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
-    """Build the module of a case around the backend `target`.
-
-    Args:
-        inputs: File of q, k, v for attention alone; None: a Gaussian draw.
-    """
+def prepare(case: Case, target: Any) -> Prepared:
+    """Build the module of a case around the backend `target`, and draw its Gaussian inputs."""
     # An existing module is copied: moving it to a dtype or device must not change the original.
     target = target if isinstance(target, str) else copy.deepcopy(target)
     spec = BASELINES.get(case.backend) or resolve(target)
     if case.backward and not spec.capabilities.gradients:
         raise UnsupportedError(f"Backend {spec.name!r} has no gradients; measure it without --backward.")
-    scale = None
-    if inputs is None:
-        *sources, gradient = _inputs(case)
-    else:
-        subject = read_given(inputs, case.dtype, case.device, case.tokens, case.batch)
-        sources, scale = list(subject.activations), subject.scale
-        gradient = sources[0].new_ones(*sources[0].shape[:-1], sources[2].shape[-1])
+    *sources, gradient = _inputs(case)
     # All backends share the sources, into which a call may write.
     tensors = [source.clone() for source in sources]
-    module = _build(case, spec, scale).to(device=case.device, dtype=getattr(torch, case.dtype)).eval()
+    module = _build(case, spec).to(device=case.device, dtype=getattr(torch, case.dtype)).eval()
     calibrated_on = None
     # Calibration on the measured inputs is not part of the measured call.
     if any(backend.needs_calibration for backend in backends_in(module)):
@@ -113,13 +102,13 @@ def state_bytes(prepared: Prepared) -> int | None:
     return memory.state_bytes(state)
 
 
-def _build(case: Case, spec: BackendSpec, scale: float | None) -> Any:
+def _build(case: Case, spec: BackendSpec) -> Any:
     """Build the module with weights drawn from the case's seed. Leaves the global generator unchanged."""
     shared: dict[str, Any] = {"max_tokens": case.tokens, "causal": case.causal, **case.options}
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(case.seed)
         if case.of == "attention":
-            return build(spec, head_dim=case.head_dim, num_heads=case.num_heads, scale=scale, **shared)
+            return build(spec, head_dim=case.head_dim, num_heads=case.num_heads, **shared)
         shared["feed_forward_dim"] = 4 * case.model_dim
         if case.of == "block":
             return TransformerBlock(case.model_dim, case.num_heads, spec, **shared)

@@ -233,14 +233,14 @@ class NamedInputs:
             "causal": self.causal,
         }
 
-    def converted(self, *, dtype: str, device: str, tokens: int | None = None, batch: int = 1) -> Self:
+    def converted(self, *, dtype: str, device: str, tokens: int | None = None) -> Self:
         """Copies of the first tokens in a dtype on a device. Inputs are never extended."""
         if tokens is not None and tokens > self.tokens:
             raise OptionError(
                 f"{tokens} tokens are more than the {self.tokens} of {self.name}, which cannot be extended."
             )
         tensors = (
-            tensor[..., :tokens, :].to(dtype=getattr(torch, dtype), device=device).repeat(batch, 1, 1, 1)
+            tensor[..., :tokens, :].to(dtype=getattr(torch, dtype), device=device, copy=True)
             for tensor in self.activations
         )
         return replace(self, activations=Activations(*tensors))
@@ -330,9 +330,9 @@ def write_given(path: str | Path, subject: NamedInputs) -> None:
 
 # Cached: all backends at a length share the same inputs.
 @functools.lru_cache(maxsize=1)
-def read_given(path: str, dtype: str, device: str, tokens: int, batch: int = 1) -> NamedInputs:
-    """A batch of copies of the first tokens of the q, k, v that `write_given` wrote."""
+def read_given(path: str, dtype: str, device: str, tokens: int) -> NamedInputs:
+    """The first tokens of the q, k, v that `write_given` wrote."""
     captured = read_activations(path)
     ((layer, activations),) = captured.layers.items()
     subject = NamedInputs(f"layer {layer}", activations, captured.factor(layer))
-    return subject.converted(dtype=dtype, device=device, tokens=tokens, batch=batch)
+    return subject.converted(dtype=dtype, device=device, tokens=tokens)

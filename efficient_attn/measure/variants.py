@@ -52,6 +52,7 @@ class Variant:
         backend: Name in records: a registered name, or `file.py:object`.
         target: Argument of `build`: a name, a path, a module or a callable.
         options: All options, including defaults.
+        causal: Whether it can be causal.
         execution: decoded; None: all tokens.
     """
 
@@ -61,6 +62,7 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
     time_growth: int = 1
     memory_growth: int = 1
+    causal: bool = True
     execution: str | None = None
 
     def case(self, **fields: Any) -> Case:
@@ -172,6 +174,7 @@ def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> 
             options={option: v if isinstance(v, _PLAIN) else str(v) for option, v in complete.items()},
             time_growth=spec.capabilities.time_growth,
             memory_growth=spec.capabilities.memory_growth,
+            causal=spec.capabilities.causal,
         )
 
 

@@ -35,7 +35,7 @@ def measure(
 
     Args:
         target: Backend to build, an object or a path, if `case.backend` is not sufficient.
-        inputs: File of the q, k, v that `case.inputs` names; None: a Gaussian draw.
+        inputs: File of the q, k, v of an error; None: a Gaussian draw.
         keep: Whether a timed call is built once for all its rounds, in a process of one run.
     """
 
@@ -48,7 +48,7 @@ def measure(
     def measured() -> Record:
         # A call that fails is not used again.
         built, last_s = _BUILT.pop(case.key, (None, 0.0)) if case.kind == "time" else (None, 0.0)
-        prepared = built or calls.prepare(case, case.backend if target is None else target, inputs)
+        prepared = built or calls.prepare(case, case.backend if target is None else target)
         if case.kind == "time":
             values = prepared.values
             first = None if built else partial(values.first, prepared.checked)

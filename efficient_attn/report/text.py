@@ -34,13 +34,15 @@ def show_error(value: float) -> str:
 def three_digits(value: float) -> str:
     """Three significant digits without an exponent."""
     if value >= 100:
-        return f"{value:.0f}"
+        return f"{float(f'{value:.3g}'):.0f}"
     return f"{value:.{2 if value < 10 else 1}f}" if value >= 1 else f"{value:.3g}"
 
 
 def two_digits(value: float) -> str:
     """Two significant digits without an exponent."""
-    return f"{float(f'{value:.2g}'):.6g}"
+    if not 0 < abs(value) < math.inf:
+        return f"{value:g}"
+    return _to_place(value, math.floor(math.log10(abs(value))) - 1)
 
 
 def rounded(value: float, low: float | None = None, high: float | None = None) -> str:
@@ -48,7 +50,11 @@ def rounded(value: float, low: float | None = None, high: float | None = None) -
     if low is None or high is None or not 0 < high - low < math.inf:
         return three_digits(value)
     half_width, first = min((high - low) / 2, abs(value)), math.floor(math.log10(abs(value)))
-    last = min(max(math.floor(math.log10(half_width)), first - 2), first - 1)
+    return _to_place(value, min(max(math.floor(math.log10(half_width)), first - 2), first - 1))
+
+
+def _to_place(value: float, last: int) -> str:
+    """Value whose last digit has the place 10^last."""
     return f"{round(value, -last):.{max(-last, 0)}f}"
 
 
@@ -172,12 +178,15 @@ def failure_notes(records: Iterable[Record]) -> tuple[str, ...]:
     notes = dict.fromkeys(f"{r.case.label}: {r.status}: {r.reason}" for r in rest if r not in acausal)
     if acausal:
         notes[f"Not causal: {', '.join(dict.fromkeys(r.case.label for r in acausal))}."] = None
-    return (*notes, skipped_note(len(unaffordable))) if unaffordable else tuple(notes)
+    kinds = dict.fromkeys(f"{r.case.kind} at {r.case.tokens}" for r in unaffordable)
+    return (*notes, skipped_note(len(unaffordable), kinds)) if unaffordable else tuple(notes)
 
 
-def skipped_note(count: int) -> str:
-    """Remark on skipped points, with the way to continue."""
-    return f"{count} point{'s' * (count > 1)} skipped (budget). Continue: --resume with a larger --budget."
+def skipped_note(count: int, kinds: Iterable[str] = ()) -> str:
+    """Remark on points that the budget skipped, with the way to continue."""
+    named = f": {', '.join(kinds)} tokens" if kinds else ""
+    points = f"{count} point{'s' * (count > 1)} skipped (budget){named}"
+    return f"{points}. Continue: --resume with a larger --budget."
 
 
 def calibration_note(records: Iterable[Record]) -> tuple[str, ...]:

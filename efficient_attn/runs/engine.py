@@ -177,7 +177,10 @@ class Engine:
                 future.cancel()
 
     def _measure_rounds(self, points: list[Point]) -> None:
-        """Rounds in turns, forward and back, so that drift of the machine affects all points alike."""
+        """Rounds in turns, forward and back, so that drift of the machine affects all points alike.
+
+        The first point is the baseline: without it no further round of the others would be compared.
+        """
         spent_s = dict.fromkeys((point.case.key for point in points), 0.0)
         last = max((point.rounds for point in points), default=0)
         for number in range(last):
@@ -188,8 +191,9 @@ class Engine:
                 round_s = self._durations.next_s(point)
                 # Rounds in hand are worth more than one that would be cut off.
                 if done and (spent_s[key] + round_s > self._point_limit_s or round_s > self._left_s()):
-                    self._store.close(point.case)
-                    self._add(point)
+                    for left in points if point is points[0] else [point]:
+                        self._store.close(left.case)
+                        self._add(left)
                     continue
                 start = time.monotonic()
                 record = _measured(point, seconds=self._round_s)
@@ -257,6 +261,7 @@ class Engine:
             self._durations.next_s(left) * (left.rounds - self._store.rounds(left.case) if left.rounds else 1)
             for left in self._missing.values()
         )
+        waiting = (x.title for x in self._missing.values() if not self._store.rounds(x.case))
         left_s = max(self._left_s(), 0.0)
         range_s = self._durations.range_s(remaining_s, left_s)
         if not self._missing and math.isfinite(left_s):
@@ -270,5 +275,5 @@ class Engine:
             outcome=f"{point.title}: {record.status}",
             record=record,
             records=self._store.records.values(),
-            current=next((left.title for left in self._missing.values()), point.title),
+            current=next(waiting, point.title),
         )

@@ -30,6 +30,8 @@ class Durations:
     def __init__(self, round_s: float) -> None:
         self._round_s = round_s
         self._last: dict[tuple[Hashable, str], _Duration] = {}
+        # Of the last round of each timed case.
+        self._rounds_s: dict[str, float] = {}
         # Measured over predicted seconds.
         self._misses: deque[float] = deque(maxlen=_MISSES)
 
@@ -39,11 +41,15 @@ class Durations:
             self._misses.append(seconds / predicted_s)
         call_s = min(record.times_s) if point.rounds and record.times_s else seconds
         self._last[point.series, point.case.kind] = _Duration(point.cost, seconds, call_s)
+        if point.rounds:
+            self._rounds_s[point.case.key] = seconds
 
     def next_s(self, point: Point) -> float:
-        """Predicted seconds of a point or its next round, from its series, its kind, or all points."""
+        """Predicted seconds of a point or its next round: of its last one, its series, its kind, or all."""
         if point.skip is not None:
             return 0.0
+        if point.case.key in self._rounds_s:
+            return self._rounds_s[point.case.key]
         last = self._last.get((point.series, point.case.kind))
         if last is not None and last.cost and point.rounds:
             return last.seconds + _CALLS * last.call_s * max(point.cost / last.cost - 1, 0.0)

@@ -20,7 +20,7 @@ _LOADED, _NOISY = 0.1, 0.1
 
 
 _ROUNDS = "Rerun with more --rounds."
-_THREADS = "Rerun on an idle machine or with fewer --threads."
+_THREADS = "Rerun on an idle machine."
 
 
 def remedy(load: float) -> str:

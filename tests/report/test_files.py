@@ -139,4 +139,4 @@ def test_numbers_that_no_logarithmic_axis_can_hold_stay_in_the_tables(tmp_path, 
         for record in costs() + errors()
     ]
     page = Page(page_of(folder(tmp_path / "run", wrong)))
-    assert "Time per call, ms" in page.text and "Relative output error" in page.text
+    assert "time per call, ms" in page.text and "Relative output error" in page.text

@@ -60,7 +60,8 @@ def test_attention_and_block_have_panels_of_their_own_in_which_a_backend_looks_a
     blocks = [replace(one, case=replace(one.case, of="block")) for one in costs()]
     results = Results([*costs(), *blocks])
     first, second = results.plot().figure.axes
-    assert [ax.get_title(loc="left") for ax in (first, second)] == ["Attention", "Block"]
+    titles = [" ".join(ax.get_title(loc="left").split()) for ax in (first, second)]
+    assert titles == [f"{block}2 heads of 8, float32, 2 CPU threads" for block in ("", "Block: ")]
     for ax in (first, second):
         assert [line.get_label() for line in ax.lines] == ["exact", "window"]
         assert {text.get_text() for text in ax.texts} == {"exact", "window"}

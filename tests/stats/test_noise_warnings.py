@@ -24,7 +24,7 @@ def uneven(factor):
 
 
 NOISY = "timings scatter by more than 10 % between rounds."
-LOADED = "Background load 30 %. Rerun on an idle machine or with fewer --threads."
+LOADED = "Background load 30 %. Rerun on an idle machine."
 
 # Records, an entry of the conditions during the run, and all sentences on them.
 REMARKS = {

@@ -28,7 +28,7 @@ def plots(records: Sequence[AdviseRecord]) -> dict[str, Plot]:
     if streaming := [record for record in records if record.streaming_heads and record.copy_recall_exact]:
         return {"advise": _heads_plot(streaming)}
     times = [record for record in records if record.case.kind == "time" and record.status == "ok"]
-    return {"advise": cost_plot(times)} if times else {}
+    return {"advise": cost_plot({"": times})} if times else {}
 
 
 def _heads_plot(records: Sequence[AdviseRecord]) -> Plot:

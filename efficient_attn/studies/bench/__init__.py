@@ -58,12 +58,14 @@ class _Setting(NamedTuple):
     """Calls of one shape: their times and memory, and their errors on the layers of a model.
 
     Attributes:
+        refused: Variants that cannot be causal, where the calls are.
         layers: Length of each layer, and the errors on it, whose exact output is computed once.
         lengths: Lengths that all layers have; `further` are those of some.
     """
 
     costs: Costs
     variants: Sequence[Variant]
+    refused: Sequence[Variant] = ()
     layers: Sequence[tuple[int, Costs]] = ()
     lengths: tuple[int, ...] = ()
     further: tuple[int, ...] = ()
@@ -160,7 +162,7 @@ class Bench(Study):
 
     def settle(self) -> Settled:
         setup = self._setup
-        labels = dict.fromkeys(variant.label for setting in setup.settings for variant in setting.variants)
+        labels = dict.fromkeys(variant.label for x in setup.settings for variant in (*x.variants, *x.refused))
         return Settled(
             candidates=tuple(label for label in labels if label != CEILING),
             device=setup.workload.device,
@@ -188,6 +190,8 @@ class Bench(Study):
 
         setup, groups = self._setup, list[list[Point]]()
         for setting in setup.settings:
+            # A refusal is one record.
+            yield [setting.costs.point(variant, setup.lengths[0]) for variant in setting.refused]
             yield from _errors(setting, setting.lengths[-1:])
         for tokens, (costs, variants, *_) in itertools.product(setup.lengths, setup.settings):
             calls = [costs.point(variant, tokens) for variant in variants]
@@ -201,10 +205,11 @@ class Bench(Study):
         yield from _memory(setup, setup.lengths[-2::-1])
         for setting in setup.settings:
             yield from _errors(setting, setting.lengths[:-1] + setting.further)
-        for look, calls in itertools.product(looks[1:], groups):
+        for look in looks[1:]:
             left = open_cases([*times.values()])
-            records = yield [replace(call, rounds=look) for call in calls if call.case.key in left]
-            times |= {record.case.key: record for record in records}
+            for calls in groups:
+                records = yield [replace(call, rounds=look) for call in calls if call.case.key in left]
+                times |= {record.case.key: record for record in records}
 
     def tables(self, records: Sequence[Record], run: Run[Settled]) -> list[Table]:
         from efficient_attn.studies.bench.tables import tables
@@ -261,9 +266,11 @@ class Bench(Study):
         settings, layers = [], list[Any]()
         for subject in self._subjects:
             if subject != "attention" or self._shaped or self.decode or self.inputs == GAUSSIAN:
-                shared_fields = vars(settle(replace(workload, of=subject)))
-                variants = chosen if subject == "attention" else (ceiling(), *chosen)
-                settings.append(_Setting(costs_of(shared=shared_fields, l2=l2), variants))
+                called = settle(replace(workload, of=subject, threads=self.threads), timed=False)
+                shared_fields = vars(replace(called, threads=workload.threads))
+                served, refused = _served(chosen, workload.causal)
+                served = served if subject == "attention" else [ceiling(), *served]
+                settings.append(_Setting(costs_of(shared=shared_fields, l2=l2), served, refused))
                 continue
             for model in self._models:
                 model_layers = _layers_of(model, self.layers, workload)
@@ -273,12 +280,13 @@ class Bench(Study):
                     (layer.tokens, costs_of(shared={**shape, **_ERROR, "inputs": layer.name}))
                     for layer in model_layers
                 ]
-                least, most = (end(tokens for tokens, _ in of_layers) for end in (min, max))
+                least = min(tokens for tokens, _ in of_layers)
                 # Lengths beyond the inputs have times alone.
                 common = tuple(n for n in lengths if n <= least) or (least,)
-                further = tuple(n for n in lengths if least < n <= most)
+                further = tuple(n for n in lengths if n > least)
                 errors = (of_layers, common, further) if self.error else ()
-                settings.append(_Setting(costs_of(shared=shape, l2=l2), able, *errors))
+                served, refused = _served(able, shape["causal"])
+                settings.append(_Setting(costs_of(shared=shape, l2=l2), served, refused, *errors))
                 layers += model_layers
         return _Setup(lengths, settings, workload, measurer, layers, notes)
 
@@ -301,6 +309,12 @@ class Bench(Study):
         if self.decode:
             chosen = tuple(replace(x, label=f"{x.label} · {DECODED}", execution=DECODED) for x in chosen)
         return chosen
+
+
+def _served(variants: Sequence[Variant], causal: bool) -> tuple[list[Variant], list[Variant]]:
+    """Variants that serve calls of this causality, and the others."""
+    refused = [variant for variant in variants if causal and not variant.causal]
+    return [variant for variant in variants if variant not in refused], refused
 
 
 def _memory(setup: _Setup, lengths: Sequence[int]) -> Points:

@@ -18,6 +18,7 @@ from efficient_attn.measure.variants import (
 )
 from efficient_attn.runs.store import over_budget
 from efficient_attn.stats.estimates import (
+    OPEN,
     Typical,
     by_subject,
     call_time,
@@ -91,13 +92,23 @@ class Row(NamedTuple):
     @property
     def is_candidate(self) -> bool:
         """Whether it stands in for exact attention: neither a baseline nor a reference."""
-        baselines = (YARDSTICK, DENSE, CEILING)
-        return self.backend not in REFERENCES and self.label.partition(" ·")[0] not in baselines
+        return self.backend not in (*REFERENCES, DENSE, CEILING) and not self.is_exact
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is the baseline of the speeds."""
+        return self.label.partition(" ·")[0] == YARDSTICK
 
     @property
     def speed(self) -> Typical | None:
         """Speed-up at the longest length."""
         return self.speeds[max(self.speeds)] if self.speeds else None
+
+    @property
+    def outcome(self) -> str:
+        """Outcome of the measured speed-up at the longest length."""
+        measured = [tokens for tokens, speed in self.speeds.items() if speed.samples]
+        return self.speeds[max(measured)].outcome if measured else OPEN
 
 
 class Comparison(NamedTuple):
@@ -205,7 +216,8 @@ def _comparison(
         if "ok" in statuses or "unsupported" not in statuses:
             rows.append(_row(group, layers, times.get(label, {}), dict(sorted(ratios.items()))))
     tokens = max((n for row in rows for n in row.errors if len(layers[n]) == most), default=0)
-    inputs = joint_name(sorted(set().union(*layers.values()))) if layers else None
+    names = [*dict.fromkeys(record.case.inputs for record in errors)]
+    inputs = joint_name(names) if names else None
     rows.sort(key=lambda row: _place(row, tokens))
     return Comparison(case, inputs, tuple(rows), tokens, (*errors, *calls))
 
@@ -281,7 +293,7 @@ def _place(row: Row, tokens: int) -> tuple[Any, ...]:
     error = row.errors.get(tokens)
     speed = row.speed
     return (
-        row.label.partition(" ·")[0] != YARDSTICK,
+        not row.is_exact,
         row.backend in REFERENCES,
         float("inf") if error is None else error.worst,
         -(speed.median if speed is not None else 0.0),

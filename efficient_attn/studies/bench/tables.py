@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK
+from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.report.table import NOT_MEASURED, PREDICTED, UNDECIDED, Table
 from efficient_attn.report.text import (
     QUEUED_NOTE,
@@ -26,7 +26,6 @@ from efficient_attn.stats.estimates import (
     Curve,
     Typical,
     by_clock,
-    by_subject,
     call_time,
     curves,
 )
@@ -44,7 +43,8 @@ _ERRORS = (
 )
 _SPEEDS = (
     "speed: median over rounds, decided where its interval (95 % over at most four looks) excludes 1 or lies "
-    f"within 10 % of it; between two runs a speed shifts by a further ±{100 * SHIFT_HALF_WIDTH:.0f} %."
+    f"within 10 % of it; two runs differ by more, often by a further ±{100 * SHIFT_HALF_WIDTH:.0f} %. "
+    "Starred: best backend but exact. Speed, time and memory at all lengths: report.html."
 )
 
 
@@ -57,19 +57,29 @@ def tables(records: Sequence[Record], run: Run[Settled], *, column: str, rounds:
     """
     settings = comparisons(records)
     shown = [_comparison_table(x, run, column, rounds) for x in settings if x.rows]
-    for subject, group in by_subject(records).items():
-        place = "" if subject == "attention" else f" of the {subject}"
-        for clock, timed in by_clock(group).items():
+    for heading, calls in calls_by_heading(settings, run).items():
+        for clock, timed in by_clock(calls).items():
             caches = " or ".join(sorted({record.case.l2 for record in timed if record.case.l2}))
             notes = [QUEUED_NOTE.format(caches)] if clock == DEVICE_TIME else []
-            title = f"{clock.capitalize()} per call{place}, ms"
+            title = f"{heading}; {clock} per call, ms"
             cost = _cost_table(title, curves(timed, "time_s"), _MILLISECOND, notes)
             shown += [table._replace(detail=clock != DEVICE_TIME) for table in cost]
-        title = f"Peak memory of a call{place}, MiB"
-        memory = _cost_table(title, curves(group, "peak_bytes"), _MEBIBYTE)
+        memory = _cost_table(f"{heading}; peak memory, MiB", curves(calls, "peak_bytes"), _MEBIBYTE)
         shown += [table._replace(detail=True) for table in memory]
+    shown += [_speed_table(x) for x in settings if len({n for row in x.rows for n in row.speeds}) > 1]
     shown += [_error_table(x) for x in settings if len({n for row in x.rows for n in row.errors}) > 1]
     return shown
+
+
+def calls_by_heading(settings: Iterable[Comparison], run: Run[Settled]) -> dict[str, list[Record]]:
+    """Times and memory of each setting, in the order of the settings."""
+    headings: dict[str, list[Record]] = {}
+    for comparison in settings:
+        calls = [record for record in comparison.records if record.case.kind in ("time", "memory")]
+        if calls:
+            # Errors of several models may stand beside the same calls.
+            headings.setdefault(heading_of(comparison._replace(inputs=None), run), calls)
+    return headings
 
 
 def _comparison_table(comparison: Comparison, run: Run[Settled], column: str, rounds: int) -> Table:
@@ -95,13 +105,17 @@ def _comparison_table(comparison: Comparison, run: Run[Settled], column: str, ro
         *failure_notes(comparison.records),
     )
     # Who reads all keys, or approximates nothing, is not compared.
-    exact = [row.label for row in shown if errors_at in row.errors and row.errors[errors_at].reads_all]
+    exact = [row.label for row in shown if row.is_exact or _reads_all(row, errors_at)]
     references = [row.label for row in shown if row.backend in REFERENCES]
     table = Table(heading_of(comparison, run), ("backend", *columns), rows, notes).compared(
         errors=[error], speeds=[speed], costs=[memory], skip=[*exact, *references]
     )
     grey = [(n, place) for n, row in enumerate(rows) if row[0] in references for place in range(len(row))]
     return table._replace(worse=tuple(dict.fromkeys((*table.worse, *grey))))
+
+
+def _reads_all(row: Row, tokens: int) -> bool:
+    return tokens in row.errors and row.errors[tokens].reads_all
 
 
 def _memory_cell(row: Row, tokens: int) -> str:
@@ -153,7 +167,7 @@ def heading_of(comparison: Comparison, run: Run[Settled]) -> str:
     case, free = comparison.case, run.settled.free_cores
     subject = "" if case.of in ("attention", "output") else f"{case.of}: "
     inputs = "" if comparison.inputs is None else f"{describe(comparison.inputs)}: "
-    cores = "" if free is None else f" ({free})"
+    cores = "" if free is None else f"; {free}"
     return f"{(subject + inputs)[:1].upper()}{(subject + inputs)[1:]}{setting(case)}{cores}"
 
 
@@ -172,14 +186,14 @@ def _speed_cell(row: Row, tokens: int) -> str:
     speed = row.speeds.get(tokens)
     if speed is None:
         return _failure(row, "time")
-    if row.label == YARDSTICK:
+    if row.is_exact:
         return "1×"
     return show_ratio(speed) if speed.samples else f"{PREDICTED}{show_ratio(speed).replace(UNDECIDED, '')}"
 
 
 def start_cell(row: Row) -> str:
     """Cell of the crossover, empty for exact attention and for a single length."""
-    return crossover_cell(row.speeds) if len(row.speeds) > 1 and row.label != YARDSTICK else ""
+    return crossover_cell(row.speeds) if len(row.speeds) > 1 and not row.is_exact else ""
 
 
 def crossover_cells(all_curves: Sequence[Curve]) -> dict[str, str]:
@@ -228,12 +242,24 @@ def _cost_table(
     return [Table(title, heads, tuple(rows), (*notes, *mark_notes(rows))).compared(costs=heads[1:])]
 
 
+def _speed_table(comparison: Comparison) -> Table:
+    lengths = sorted({tokens for row in comparison.rows for tokens in row.speeds})
+    timed = [row for row in comparison.rows if row.speeds]
+    rows = tuple((row.label, *(_speed_cell(row, n) for n in lengths)) for row in timed)
+    title = f"{setting(comparison.case)}; speed, exact 1×"
+    return Table(title, ("backend", *map(str, lengths)), rows, (_SPEEDS,), detail=True)
+
+
 def _error_table(comparison: Comparison) -> Table:
     lengths = sorted({tokens for row in comparison.rows for tokens in row.errors})
-    rows = [(row.label, *(error_cell(row, n) for n in lengths)) for row in comparison.rows if row.errors]
-    heads = ("backend", *map(str, lengths))
+    rows = tuple((row.label, *(error_cell(row, n) for n in lengths)) for row in comparison.rows if row.errors)
+    layers = {n: max(row.errors[n].layers for row in comparison.rows if n in row.errors) for n in lengths}
+    # Some lengths have fewer layers.
+    most = max(layers.values())
+    few = {n: f", {count} layer{'s' * (count > 1)}" for n, count in layers.items() if count < most}
+    heads = ("backend", *(f"{n}{few.get(n, '')}" for n in lengths))
     title = f"Relative error of the output: {describe(comparison.inputs or '')}, {setting(comparison.case)}"
     spread = layer_words(comparison.inputs or "")
     notes = (_ERRORS, f"Range: over {spread}." if "," in spread else "Interval: 95 % over the draws.")
-    table = Table(title, heads, tuple(rows), notes).compared(errors=heads[1:])
+    table = Table(title, heads, rows, notes).compared(errors=heads[1:])
     return table._replace(detail=True)

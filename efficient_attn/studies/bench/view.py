@@ -1,7 +1,7 @@
 """Views of a benchmark: sentences with their numbers, and plots."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from efficient_attn.measure.record import Record
@@ -27,13 +27,12 @@ from efficient_attn.stats.estimates import (
     OPEN,
     Curve,
     by_clock,
-    by_subject,
     curves,
 )
 from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.stats.speeds import speed_ups
 from efficient_attn.studies.bench.comparison import ROUNDING, Comparison, Row, comparisons
-from efficient_attn.studies.bench.tables import heading_of, start_cell
+from efficient_attn.studies.bench.tables import calls_by_heading, heading_of, start_cell
 
 # Space around the medians; wider intervals leave the picture, which would be flat lines otherwise.
 _MARGIN = 1.5
@@ -59,15 +58,15 @@ _TOKENS = Axis("sequence length, tokens", "log2", "{:.0f}".format)
 
 def sentences(records: Sequence[Record], max_error: float, run: Run[Settled]) -> list[str]:
     """The conclusion of each setting, then speeds by device time."""
-    texts = [_verdict(comparison, max_error, run) for comparison in comparisons(records)]
-    for subject, group in by_subject(records).items():
-        if timed := by_clock(group).get(DEVICE_TIME):
-            place = "" if subject == "attention" else f" of the {subject}"
+    settings = comparisons(records)
+    texts = [_verdict(comparison, max_error, run) for comparison in settings]
+    for heading, calls in calls_by_heading(settings, run).items():
+        if timed := by_clock(calls).get(DEVICE_TIME):
             rows = sorted(speed_ups(curves(timed, "time_s")), key=lambda row: -row.last.median)
             # A file may hold times whose ratio no float can hold.
             told = [f"{x.label} {brief(show_ratio(x.last))}" for x in rows if 0 < x.last.median < math.inf]
             if told:
-                texts.append(f"Speed{place} by device time, exact 1×: {', '.join(told)}.")
+                texts.append(f"Speed by device time ({heading}), exact 1×: {', '.join(told)}.")
     return [text for text in texts if text]
 
 
@@ -81,22 +80,24 @@ def _verdict(comparison: Comparison, limit: float, run: Run[Settled]) -> str:
         return f"{place}: {told}." if told else ""
     near, beyond, unknown = comparison.within(limit)
     where = "on every layer" if "layers" in comparison.inputs else "there"
-    faster = [row for row in near if row.speed is not None and row.speed.outcome == FASTER]
+    faster = [row for row in near if row.outcome == FASTER]
     parts = []
     if faster:
         parts.append(f"within {count} {where} and faster: {', '.join(map(_in_words, faster))}")
     elif near:
         parts.append(f"within {count} {where}, none shown to be faster: {', '.join(map(_in_words, near))}")
     if unknown:
-        names = [f"{row.label} (skipped at {', '.join(map(str, row.missing))})" for row in unknown]
+        names = [f"{row.label} (not measured at {', '.join(map(str, row.missing))})" for row in unknown]
         parts.append(f"whether within {count} {where} is not known of {', '.join(names)}")
+    if not any(row.is_candidate and (row.speeds or row.largest is not None) for row in comparison.rows):
+        return ""
     if not parts:
-        parts.append(f"no backend is within {count} {where}")
-    if useful := [row for row in beyond if row.speed is None or row.speed.outcome == FASTER]:
+        parts.append(f"no measured backend is within {count} {where}")
+    if useful := [row for row in beyond if row.speed is None or row.outcome == FASTER]:
         nearest = min(useful, key=lambda row: row.largest or 0.0)
         parts.append(f"nearest{' beyond' if near else ''}: {_in_words(nearest)}")
     text = f"{place}: {'; '.join(parts)}."
-    if any(row.speed and row.speed.outcome == OPEN for row in near):
+    if any(row.speed and row.outcome == OPEN for row in near):
         text += f" {remedy(run.load)}"
     return text
 
@@ -113,40 +114,48 @@ def _in_words(row: Row) -> str:
 
 
 def plots(records: Sequence[Record], max_error: float) -> dict[str, Plot]:
-    """The plots worth a file: error against speed beside time against length, then costs by length."""
-    drawn = [x for x in comparisons(records) if x.tokens and x.longest]
+    """Error against speed beside time against length, or time alone, then memory against length."""
+    settings, run = comparisons(records), Run(Settled())
+    drawn = [x for x in settings if x.tokens and any(row.is_candidate and row.speeds for row in x.rows)]
     pictures = {"bench": comparison_plot(drawn, max_error)} if drawn else {}
+    groups = calls_by_heading(settings, run)
     for cost, (name, *_) in _COSTS.items():
-        lines = [curve for group in by_subject(records).values() for curve in curves(group, cost)]
-        # A single length is no line.
-        if any(len(line.measured) > (1 if drawn else 0) for line in lines):
-            pictures[name] = cost_plot(records, cost)
-    if queued := by_clock(records).get(DEVICE_TIME):
+        lines = [line for calls in groups.values() for line in curves(calls, cost) if line.measured]
+        # A single length is no line, and times stand beside errors already.
+        if lines and not (drawn and (name == "time" or all(len(line.measured) < 2 for line in lines))):
+            pictures[name] = cost_plot(groups, cost)
+    queued = {heading: by_clock(calls)[DEVICE_TIME] for heading, calls in groups.items() if _is_queued(calls)}
+    if queued:
         pictures["device-time"] = cost_plot(queued)._replace(title="Device time of one queued call")
     return pictures
 
 
-def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
-    """One cost of every backend against tokens: a chart for attention, curve for the block, …"""
-    drawn = {subject: curves(group, y) for subject, group in by_subject(records).items()}
-    styles = line_styles([(curve.label, curve.backend) for group in drawn.values() for curve in group])
-    _, title, costs = _COSTS[y]
+def _is_queued(calls: Sequence[Record]) -> bool:
+    return any(record.device_times_s for record in calls)
+
+
+def cost_plot(groups: Mapping[str, Sequence[Record]], y: str = "time_s") -> Plot:
+    """One cost of every backend against tokens, a chart for each group of records by its title."""
+    drawn = {title: curves(records, y) for title, records in groups.items()}
+    labels = {curve.label: curve.backend for group in drawn.values() for curve in group}
+    styles = line_styles([*labels.items()])
+    _, name, costs = _COSTS[y]
     charts = []
-    for subject, group in drawn.items():
+    for title, group in drawn.items():
         lengths = sorted({point.tokens for curve in group for point in curve.points})
         chart = Chart(
             _TOKENS._replace(ticks=lengths),
             costs._replace(limits=_limits(group)),
             tuple(_series(curve, styles[curve.label]) for curve in group),
-            subject.capitalize() if len(drawn) > 1 or subject != "attention" else "",
+            notes=(title,) if len(drawn) > 1 else (),
         )
         charts.append(chart)
     shown = [chart for chart in charts if chart.drawable().series] or charts
     cases = [point.record.case for group in drawn.values() for curve in group for point in curve.measured]
-    conditions = setting(cases[0]) if cases else ""
+    conditions = setting(cases[0]) if cases and len(drawn) == 1 else ""
     if cases and y == "time_s":
         conditions += "; median over rounds with its 95 % interval"
-    return Plot(title, conditions, tuple((chart,) for chart in shown))
+    return Plot(name, conditions.removeprefix("; "), tuple((chart,) for chart in shown))
 
 
 def _limits(group: Sequence[Curve]) -> tuple[float, float] | None:
@@ -173,7 +182,7 @@ def comparison_plot(drawn: Sequence[Comparison], max_error: float) -> Plot:
     errors, times = list[Chart](), list[Chart]()
     for comparison in drawn:
         timed = [r for r in comparison.records if r.case.kind == "time"]
-        (time,) = cost_plot(timed).charts
+        (time,) = cost_plot({"": timed}).charts
         series = tuple(line._replace(style=styles.get(line.label, line.style)) for line in time.series)
         times.append(time._replace(series=series))
         notes = (heading_of(comparison, Run(Settled())),)
