@@ -190,13 +190,14 @@ class Bench(Study):
 
         setup, groups = self._setup, list[list[Point]]()
         for setting in setup.settings:
-            # A refusal is one record.
-            yield [setting.costs.point(variant, setup.lengths[0]) for variant in setting.refused]
             yield from _errors(setting, setting.lengths[-1:])
         for tokens, (costs, variants, *_) in itertools.product(setup.lengths, setup.settings):
             calls = [costs.point(variant, tokens) for variant in variants]
             records = yield [replace(call, rounds=1) for call in calls]
             groups.append([x for x, record in zip(calls, records, strict=True) if record.status == "ok"])
+        for setting in setup.settings:
+            # A refusal is one record.
+            yield [setting.costs.point(variant, setup.lengths[0]) for variant in setting.refused]
         yield from _memory(setup, setup.lengths[-1:])
         looks, times = LOOKS if self.rounds is None else (self.rounds,), dict[str, Record]()
         for calls in groups[::-1]:
