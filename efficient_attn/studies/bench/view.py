@@ -124,14 +124,10 @@ def plots(records: Sequence[Record], max_error: float) -> dict[str, Plot]:
         # A single length is no line, and times stand beside errors already.
         if lines and not (drawn and (name == "time" or all(len(line.measured) < 2 for line in lines))):
             pictures[name] = cost_plot(groups, cost)
-    queued = {heading: by_clock(calls)[DEVICE_TIME] for heading, calls in groups.items() if _is_queued(calls)}
-    if queued:
+    clocks = {heading: by_clock(calls) for heading, calls in groups.items()}
+    if queued := {heading: clock[DEVICE_TIME] for heading, clock in clocks.items() if DEVICE_TIME in clock}:
         pictures["device-time"] = cost_plot(queued)._replace(title="Device time of one queued call")
     return pictures
-
-
-def _is_queued(calls: Sequence[Record]) -> bool:
-    return any(record.device_times_s for record in calls)
 
 
 def cost_plot(groups: Mapping[str, Sequence[Record]], y: str = "time_s") -> Plot:
