@@ -18,7 +18,6 @@ DURING = "during"
 # Share of all cores taken by others, and relative standard deviation of rounds, that are reported.
 _LOADED, _NOISY = 0.1, 0.1
 
-
 _ROUNDS = "Rerun with more --rounds."
 _THREADS = "Rerun on an idle machine."
 
@@ -48,7 +47,9 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
         # A load has a sentence of its own.
         sentences.append(f"{text} {_ROUNDS}" if remedy(load) == _ROUNDS else text)
     if load > _LOADED:
-        sentences.append(f"Background load {100 * load:.0f} %. {_THREADS}")
+        alone = all(record.case.threads == 1 and record.case.device == "cpu" for record in timed)
+        remark = "Times are processor time of one thread." if alone else _THREADS
+        sentences.append(f"Background load {100 * load:.0f} %. {remark}")
     remarks = dict.fromkeys(f"{record.case.label}: {record.reason}." for record in timed if record.reason)
     return [*sentences, *remarks]
 

@@ -15,8 +15,7 @@ three. The deviation is 1.48 times the median absolute deviation, of the series 
 Four rounds show no correlation ρ of neighbouring rounds, but all series of a run together do. Under a
 first-order autoregression the deviations d from the mean of n rounds have expectations with
 E Σ d_t d_{t+1} = R(ρ, n) E Σ d_t²; the pooled estimate solves Σ (Σ d_t d_{t+1} − R(ρ, n) Σ d_t²) = 0 over all
-series. One standard error is added, by the jackknife over baselines, whose series are not independent.
-results/simulations/intervals.md has the coverage.
+series. One standard error is added, by the jackknife over baselines. Coverage: results/simulations.
 """
 
 import math

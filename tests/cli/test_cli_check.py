@@ -109,7 +109,7 @@ FILES = {
     "hangs": ("while True: pass", "took longer than 5 s"),
     "crashes": ("import ctypes\nctypes.string_at(0)", "the process crashed with signal 11 (SIGSEGV)"),
     "exits": ("import os\nos._exit(7)", "the process ended with exit code 7"),
-    "leaves": ("import sys\nsys.exit()", "leaves.py cannot be imported: SystemExit."),
+    "leaves": ("import sys\nsys.exit()", "leaves.py cannot be imported: SystemExit (leaves.py, line 2)."),
 }
 
 

@@ -22,13 +22,17 @@ from efficient_attn_cli.main import main
 FOLDER = Path(__file__).parent
 STORED = FOLDER / "outputs.json"
 
+RANDOM = "performer-full,performer-hyperbolic,performer-oprf,performer-positive,performer-trig"
+NEAR = f"exact,exact-dense,linformer,window,window-clusters,{RANDOM}"
+
 COMMANDS = {
-    "mse": "mse --inputs gaussian,encoder --size 16,64 --seq-len 128 --layers 1 --draws 2 --threads 1",
-    "kernel": "mse --of kernel --size 16,64 --draws 8 --threads 1",
-    "bench on inputs": "bench --inputs encoder --seq-len 512 --rounds 1 --threads 1",
+    "mse": "mse --inputs gaussian,encoder --size 16,64 --seq-len 128 --layers 1 --draws 2 --threads 1 "
+    f"--backend {NEAR}",
+    "kernel": f"mse --of kernel --size 16,64 --draws 8 --threads 1 --backend {RANDOM}",
+    "bench on inputs": f"bench --inputs encoder --seq-len 512 --rounds 1 --threads 1 --backend {NEAR}",
     "bench on causal inputs": "bench --inputs decoder --seq-len 2048 --rounds 1 --threads 1 "
     "--backend exact,window,linear-elu,performer-positive",
-    "bench": "bench --seq-len 64,128 --no-error --rounds 1 --threads 1",
+    "bench": f"bench --seq-len 64,128 --inputs gaussian --rounds 1 --threads 1 --backend {NEAR}",
     "bench block": "bench --of block,encoder --causal --backward --seq-len 64 --rounds 1 "
     "--threads 1 --backend window,performer-positive",
     "recall": "recall --steps 3 --seeds 1 --size 16 --backend exact,window,performer-positive --threads 1",

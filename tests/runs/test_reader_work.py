@@ -31,7 +31,7 @@ def calls_of(work, run):
     [
         pytest.param(lambda run: read(run / "records.jsonl"), 24, id="read"),
         pytest.param(lambda run: diff(run, run).tables(), 600, id="diff"),
-        pytest.param(lambda run: results.report(run), 4000, id="report"),
+        pytest.param(lambda run: results.report(run), 5700, id="report"),
     ],
 )
 def test_work_grows_in_proportion_to_the_records(work, most, tmp_path, monkeypatch):

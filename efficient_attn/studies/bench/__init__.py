@@ -194,7 +194,9 @@ class Bench(Study):
         for tokens, (costs, variants, *_) in itertools.product(setup.lengths, setup.settings):
             calls = [costs.point(variant, tokens) for variant in variants]
             records = yield [replace(call, rounds=1) for call in calls]
-            groups.append([x for x, record in zip(calls, records, strict=True) if record.status == "ok"])
+            measured = [x for x, record in zip(calls, records, strict=True) if record.status == "ok"]
+            # Without exact attention there is nothing to decide.
+            groups.append(measured if any(is_yardstick(x.case) for x in measured) else [])
         for setting in setup.settings:
             # A refusal is one record.
             yield [setting.costs.point(variant, setup.lengths[0]) for variant in setting.refused]
@@ -270,7 +272,8 @@ class Bench(Study):
                 called = settle(replace(workload, of=subject, threads=self.threads), timed=False)
                 shared_fields = vars(replace(called, threads=workload.threads))
                 served, refused = _served(chosen, workload.causal)
-                served = served if subject == "attention" else [ceiling(), *served]
+                if subject != "attention":
+                    served.insert(1, ceiling())
                 settings.append(_Setting(costs_of(shared=shared_fields, l2=l2), served, refused))
                 continue
             for model in self._models:

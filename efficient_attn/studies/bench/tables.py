@@ -105,17 +105,14 @@ def _comparison_table(comparison: Comparison, run: Run[Settled], column: str, ro
         *failure_notes(comparison.records),
     )
     # Who reads all keys, or approximates nothing, is not compared.
-    exact = [row.label for row in shown if row.is_exact or _reads_all(row, errors_at)]
+    reading = {row.label for row in shown if errors_at in row.errors and row.errors[errors_at].reads_all}
+    exact = [row.label for row in shown if row.is_exact or row.label in reading]
     references = [row.label for row in shown if row.backend in REFERENCES]
     table = Table(heading_of(comparison, run), ("backend", *columns), rows, notes).compared(
         errors=[error], speeds=[speed], costs=[memory], skip=[*exact, *references]
     )
     grey = [(n, place) for n, row in enumerate(rows) if row[0] in references for place in range(len(row))]
     return table._replace(worse=tuple(dict.fromkeys((*table.worse, *grey))))
-
-
-def _reads_all(row: Row, tokens: int) -> bool:
-    return tokens in row.errors and row.errors[tokens].reads_all
 
 
 def _memory_cell(row: Row, tokens: int) -> str:

@@ -93,7 +93,7 @@ def _verdict(comparison: Comparison, limit: float, run: Run[Settled]) -> str:
         return ""
     if not parts:
         parts.append(f"no measured backend is within {count} {where}")
-    if useful := [row for row in beyond if row.speed is None or row.outcome == FASTER]:
+    if useful := [row for row in beyond if row.speed is None or row.speed.outcome == FASTER]:
         nearest = min(useful, key=lambda row: row.largest or 0.0)
         parts.append(f"nearest{' beyond' if near else ''}: {_in_words(nearest)}")
     text = f"{place}: {'; '.join(parts)}."
