@@ -124,12 +124,24 @@ def test_a_gpu_has_a_second_pair_of_tables_a_sentence_and_a_plot_of_device_times
 def test_decoding_is_compared_with_decoding_in_several_runs():
     records = [
         record("exact", 1.0),
+        record("exact(compute_dtype=bfloat16)", 0.5, options={"compute_dtype": "bfloat16"}),
         record("window", 0.5),
         record("exact · decoded", 0.8, backend="exact", execution="decoded"),
         record("window · decoded", 0.2, backend="window", execution="decoded"),
     ]
     speeds = {row.label: row.last.median for row in speed_ups(curves(records, "time_s"))}
+    assert speeds.pop("exact(compute_dtype=bfloat16)") == pytest.approx(2)
     assert speeds == {"window": pytest.approx(2), "window · decoded": pytest.approx(4)}
+
+
+def test_a_decided_speed_gets_no_further_rounds(monkeypatch):
+    def fixed(case, **settings):
+        times_s = (1.0 if case.label == "exact" else 0.5,)
+        return Record(case=case, times_s=times_s, round_sizes=(1,))
+
+    monkeypatch.setattr("efficient_attn.measure.worker.measure", fixed)
+    results = ea.bench(["window"], inputs="gaussian", seq_lens=16, isolate="none", threads=1)
+    assert {len(record.times_s) for record in results.records if record.case.kind == "time"} == {4}
 
 
 def test_on_a_gpu_times_have_a_cache(monkeypatch):
