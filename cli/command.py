@@ -203,7 +203,8 @@ def _declared(item: Field[Any], kind: Any) -> tuple[str, Any, Any]:
     if option["argument"]:
         return item.name, Annotated[kind, typer.Argument(**about)], default
     about |= {"min": option["least"], "max": option["most"], "hidden": option["rare"]}
-    return item.name, Annotated[kind, typer.Option(flag, show_default=not switch, **about)], default
+    flags = (flag, option["alias"]) if option["alias"] else (flag,)
+    return item.name, Annotated[kind, typer.Option(*flags, show_default=not switch, **about)], default
 
 
 def _first_tables(study: Study, step: Any) -> bool:

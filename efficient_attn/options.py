@@ -19,6 +19,7 @@ def option(
     *,
     added: bool = False,
     flag: str | None = None,
+    alias: str | None = None,
     metavar: str | None = None,
     parse: Callable[..., Any] | None = None,
     least: float | None = None,
@@ -35,7 +36,7 @@ def option(
     Args:
         added: Whether records exist that were written before the option: at its default a case leaves it
             out, so that it equals the cases of these.
-        flag: Flag of the command line; None: the field's name with hyphens.
+        flag: Flag of the command line; None: the field's name with hyphens. `alias` is a second flag.
         metavar: Form of the value in the help text.
         parse: Value from text: `parse(text, name=flag)`; None: the annotated type decides.
         least: Smallest number; `most` is the largest.

@@ -24,10 +24,17 @@ _COLOURS = {
     "oracle-topk": ("#8c8c00", "*"),
     "bigbird": ("#a0522d", "d"),
     "block-topk": ("#1f5f8b", "h"),
+    "linear-elu": ("#8a6d00", ">"),
+    "linear-relu": ("#8b4513", ">"),
+    "linear-hedgehog": ("#008b8b", ">"),
+    "linear-taylor-1": ("#5f6f1f", ">"),
+    "linear-taylor-2": ("#9a5b8f", ">"),
     CEILING: (MUTED, ""),
 }
-_FURTHER_COLOURS = (("#8a6d00", ">"), ("#008b8b", "h"), ("#8b4513", "d"), ("#5f6f1f", "*"))
-_VARIANT_MARKERS = ("*", "h", "d", ">")
+# Backends of users.
+_FURTHER_COLOURS = (("#b8860b", "s"), ("#4b6c9e", "H"), ("#a83279", "D"), ("#556b2f", "p"))
+# Fillings of markers and strokes of lines of a backend and its variants.
+_FILLS = ("full", "none", "left", "bottom")
 _STROKES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 
 # The dashed line of uniform attention and of guesses, and the thin grey line of a limit.
@@ -161,20 +168,22 @@ def in_rows(charts: Sequence[Chart], columns: int = 2) -> tuple[tuple[Chart | No
 
 
 def line_styles(lines: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
-    """Styles by label for lines (label, backend).
+    """Styles by label for lines (label, backend), in their order.
 
-    Variants of a backend share its colour.
+    Variants of a backend share its colour and marker, which is filled for the backend without options.
     """
     further = [name for name in dict.fromkeys(backend for _, backend in lines) if name not in _COLOURS]
     styles: dict[str, dict[str, Any]] = {}
     for label, backend in lines:
-        variant = sum(name == backend for drawn, name in lines if drawn in styles)
+        alike = sorted((drawn for drawn, name in lines if name == backend), key=lambda x: x != backend)
+        variant = alike.index(label)
         colour, marker = (
             _COLOURS.get(backend) or _FURTHER_COLOURS[further.index(backend) % len(_FURTHER_COLOURS)]
         )
         styles[label] = {
             "color": colour,
-            "marker": _VARIANT_MARKERS[(variant - 1) % len(_VARIANT_MARKERS)] if variant else marker,
+            "marker": marker,
+            "fillstyle": _FILLS[variant % len(_FILLS)],
             "markersize": 5,
             # Identity attention computes nothing, so its line is not solid.
             "linestyle": _STROKES[(variant + (backend == CEILING) * 2) % len(_STROKES)],

@@ -74,12 +74,13 @@ def settings(*, free: bool = True) -> Any:
     )
 
 
-def sizes(default: Sequence[int]) -> Any:
+def sizes(default: Sequence[int] | None, shown: str | None = None) -> Any:
     """Sizes of backends."""
     return option(
         default,
-        "Sizes (features, rank or window): 32,64 or 32:256:x2.",
+        _or("Number of features, rank or window: 32,64 or 32:256:x2.", shown),
         flag="--size",
+        alias="--num-features",
         metavar="SIZES",
         parse=parse_sizes,
         free=True,

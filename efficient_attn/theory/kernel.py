@@ -110,6 +110,27 @@ def log_orthogonal_error(
         return log_error + np.log(np.maximum(1 / m + share * ratio, 0.0))
 
 
+def log_pair_error(
+    angle: ArrayLike, *, kind: str, projection: str, norm: float, num_features: int, head_dim: int
+) -> Floats | None:
+    """log of the error over SM² at pairs of equal norm, None without a closed form.
+
+    With |x| = |y| = r and the angle φ, |x ± y|² = 2 r² (1 ± cos φ).
+
+    Args:
+        angle: φ in degrees.
+        projection: `iid` or `orthogonal`; no other coupling of directions has a closed form.
+    """
+    sign = -1 if kind == "trigonometric" else 1
+    square = 2 * norm**2 * (1 + sign * np.cos(np.radians(np.asarray(angle, dtype=np.float64))))
+    directions = num_features if kind == "positive" else num_features // 2
+    if projection == "iid":
+        return ERRORS[kind](square, num_directions=directions)
+    if projection != "orthogonal":
+        return None
+    return log_orthogonal_error(square, kind=kind, num_directions=directions, head_dim=head_dim)
+
+
 def rare_error(log_single: ArrayLike, *, samples: int) -> Floats:
     """√((κ − 3)/samples): relative standard error of a measured error that comes from rare directions.
 

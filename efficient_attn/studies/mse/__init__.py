@@ -11,7 +11,7 @@ from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import parse_names, parse_sizes
 from efficient_attn.measure.variants import select
-from efficient_attn.options import SEED, option
+from efficient_attn.options import option
 from efficient_attn.problem import positive_count
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table
@@ -22,14 +22,20 @@ from efficient_attn.runs.workload import Workload, settle
 # Options without an effect on an error.
 _NOT_OF = {"output": ("angles",), "kernel": ("inputs", "metric", "seq_lens", "layers")}
 
+# Sizes of an output's error; kernel entries have sizes of their own.
+_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+
+# Random features whose errors at kernel entries have a closed form without calibration.
+_FEATURES = ("performer-positive", "performer-hyperbolic", "performer-trig")
+
 # Settings of figures of Choromanski et al. 2021, with fewer norms and angles.
 _MAPS = ("performer-trig", "performer-positive")
 FIGURES: dict[str, dict[str, Any]] = {
     "performer-fig2": {
         "of": "kernel",
         "backends": _MAPS,
-        "options": {name: {"projection": ["iid"]} for name in _MAPS},
-        "sizes": (64, 256),
+        "options": {name: {"projection": ["iid", "orthogonal"]} for name in _MAPS},
+        "sizes": (256,),
         "norms": (0.25, 0.5, 1.0, 1.5),
         "angles": (30.0, 60.0, 90.0, 120.0, 150.0),
         "draws": 64,
@@ -47,11 +53,11 @@ FIGURES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class Mse(Study):
-    """Measure errors against exact attention in float64, size by size.
+    """Measure mean squared errors (MSE) against exact attention, by number of features, rank or window.
 
-    Backends compute in float32 on the CPU, layers that are causal in their model causally. An entry of the
-    kernel is exp(x·y) for x = q/d^¼ and y = k/d^¼ of a given norm and angle; its error is compared with
-    theory.
+    Errors of outputs are relative, √(MSE / mean square), against float64; backends run in float32 on the CPU,
+    decoder layers with a causal mask. With --of kernel, errors of random features at single entries exp(x·y)
+    of the softmax kernel, x = q/d^¼ and y = k/d^¼, are compared with their closed forms.
 
     Example: efficient-attn mse --inputs encoder --backend window,my_file.py:my_attention
     """
@@ -62,7 +68,7 @@ class Mse(Study):
     backends: shared.Backends = shared.backends()
     _: KW_ONLY
     figure: str | None = option(
-        None, f"Settings of a figure in place of all others: {', '.join(FIGURES)}.", metavar="NAME"
+        None, f"Reproduce a figure of the paper; no other options: {', '.join(FIGURES)}.", metavar="NAME"
     )
     inputs: shared.InputNames = option(
         ("gaussian", "encoder", "decoder"),
@@ -71,27 +77,26 @@ class Mse(Study):
         parse=lambda text, name: parse_names([text], name=name),
         free=True,
     )
-    sizes: shared.Sizes = shared.sizes((16, 32, 64, 128, 256, 512, 1024))
+    sizes: shared.Sizes | None = shared.sizes(None, "16:1024:x2, with --of kernel 64,256,")
     of: str = option("output", "Error of the output, or of kernel entries.", metavar="output|kernel")
-    metric: str = option("relative", "Metric: relative or mse.", metavar="NAME", rare=True)
+    metric: str = option("relative", "Error of the output: relative or mse.", metavar="NAME")
     norms: Sequence[float] = option(
         (0.5, 1.0),
-        "Standard deviations of Gaussian q, k; |q|/d^¼ of entries.",
+        "Std of Gaussian q and k; with --of kernel the norm of x and y.",
         flag="--norm",
         metavar="NORM[,NORM…]",
         parse=shared.parse_numbers("finite numbers above 0, such as 0.5,1", lambda x: 0 < x < math.inf),
         free=True,
     )
     angles: Sequence[float] = option(
-        (60.0, 90.0, 120.0),
-        "Angles between query and key in degrees, 0 to 180.",
+        (30.0, 60.0, 90.0, 120.0, 150.0),
+        "With --of kernel: angles between x and y in degrees.",
         flag="--angle",
         metavar="DEG[,DEG…]",
-        rare=True,
         parse=shared.parse_numbers("degrees from 0 to 180, such as 60,90", lambda angle: 0 <= angle <= 180),
         free=True,
     )
-    draws: int | None = shared.draws(None, "Number of random-feature draws; 6, of entries 64.")
+    draws: int | None = shared.draws(None, "Random-feature draws per point; 6, with --of kernel 64, if omitted.")
     seq_lens: shared.Sizes = shared.seq_lens((4096,), "Lengths of Gaussian inputs: 4096 or 1k,4k.")
     head_dim: int = shared.head_dim(16)
     layers: Sequence[int] | None = shared.layers()
@@ -110,7 +115,8 @@ class Mse(Study):
         self.refuse(*_NOT_OF[self.of], reason=f"on the error of the {self.of}; leave it out")
         if self.draws is not None:
             positive_count("draws", self.draws)
-        parse_sizes(self.sizes, name="sizes")
+        if self.sizes is not None:
+            parse_sizes(self.sizes, name="sizes")
         parse_sizes(self.seq_lens, name="seq_lens")
 
     def settle(self) -> Settled:
@@ -149,15 +155,15 @@ class Mse(Study):
 
         if self.metric not in METRICS:
             raise UnknownNameError("metric", self.metric, METRICS)
-        usual = DRAWS if self.of == "output" else kernel.DRAWS
-        sizes, lengths = parse_sizes(self.sizes, name="sizes"), parse_sizes(self.seq_lens, name="seq_lens")
-        variants = select(self.backends, self.options)
+        entries = self.of == "kernel"
+        usual, usual_sizes = (kernel.DRAWS, kernel.SIZES) if entries else (DRAWS, _SIZES)
+        sizes = parse_sizes(usual_sizes if self.sizes is None else self.sizes, name="sizes")
+        lengths = parse_sizes(self.seq_lens, name="seq_lens")
+        variants = select(self.backends, self.options, usual=_FEATURES if entries else None)
         threads = settle(Workload(device="cpu", threads=self.threads), timed=False).threads
         question: dict[str, Any] = {"draws": self.draws or usual, "threads": threads}
         point: Callable[..., Point]
-        if self.of == "kernel":
-            if self.backends is None:
-                variants = tuple(variant for variant in variants if SEED in variant.options)
+        if entries:
             vectors = partial(kernel.pairs, head_dim=self.head_dim, seed=self.seed)
             chosen = [vectors(norm=norm, angle=angle) for norm in self.norms for angle in self.angles]
             point = partial(kernel.entry_point, **question)

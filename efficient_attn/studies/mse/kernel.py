@@ -23,6 +23,8 @@ from efficient_attn.theory.kernel import ERRORS, log_oprf_error, log_orthogonal_
 
 # Draws of kernel entries, which are cheap and scatter; pairs of one norm and angle, in random directions.
 DRAWS, PAIRS = 64, 64
+# Numbers of features.
+SIZES = (64, 256)
 
 # Rare directions that give an error a larger relative standard error are mostly missed: it comes out too low.
 _MOST_UNCERTAIN = 0.2
