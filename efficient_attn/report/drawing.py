@@ -4,6 +4,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from textwrap import fill
 from typing import Any
 
@@ -71,7 +72,9 @@ def draw(plot: Plot, *, ax: Any = None) -> list[Any]:
     if ax is not None:
         if len(plot.charts) != 1:
             raise OptionError(f"ax is for one chart, and this plot has {len(plot.charts)}: leave it out.")
-        _draw_chart(ax, plot.charts[0], ax.bbox.width / ax.figure.dpi, ax.bbox.height / ax.figure.dpi)
+        (chart,), (width, height) = plot.charts, (ax.bbox.size / ax.figure.dpi).tolist()
+        heading = "\n".join(_wrapped(line, width, _TEXT) for line in _heading_lines(chart))
+        _draw_chart(ax, chart, width, height, heading)
         return [ax]
     with rc_context(_SETTINGS):
         return _draw_figure(plot)
@@ -80,7 +83,7 @@ def draw(plot: Plot, *, ax: Any = None) -> list[Any]:
 def _draw_figure(plot: Plot) -> list[Any]:
     from matplotlib.figure import Figure
 
-    heights = [max(_chart_height(row, chart) for chart in row if chart) for row in plot.rows]
+    heights = [max(_chart_height(row, column) for column in range(len(row))) for row in plot.rows]
     figure = Figure(figsize=(WIDTH_INCHES, sum(heights)), layout="constrained")
     columns = math.lcm(*map(len, plot.rows))
     grid = figure.add_gridspec(len(plot.rows), columns, height_ratios=heights)
@@ -99,7 +102,7 @@ def _draw_figure(plot: Plot) -> list[Any]:
                 chart = chart._replace(y=chart.y._replace(label=""))
                 ax.tick_params(labelleft=False)
             height, names_inches = _axes_height(row, chart), _names_inches(chart) if named_lines else 0.0
-            _draw_chart(ax, chart, _axes_width(row) - names_inches, height)
+            _draw_chart(ax, chart, _axes_width(row) - names_inches, height, _heading(row, column))
             if named_lines:
                 _name_lines(ax, chart, height)
             axes.append(ax)
@@ -122,15 +125,26 @@ def _axes_height(row: Sequence[Chart | None], chart: Chart) -> float:
     return chart.height or (_ALONE if len(row) == 1 else _BESIDE) * WIDTH_INCHES / len(row)
 
 
-def _chart_height(row: Sequence[Chart | None], chart: Chart) -> float:
+def _chart_height(row: Sequence[Chart | None], column: int) -> float:
     """Height of a chart with the texts above and below its axes."""
-    texts = [_heading(chart, _axes_width(row)), _wrapped(chart.x.label, _axes_width(row), _TEXT)]
+    chart = row[column]
+    if chart is None:
+        return 0.0
+    texts = [_heading(row, column), _wrapped(chart.x.label, _axes_width(row), _TEXT)]
     lines = sum(text.count("\n") + bool(text) for text in texts) + 2
     return lines * _LINE * _TEXT * _POINT + _axes_height(row, chart)
 
 
-def _heading(chart: Chart, inches: float) -> str:
-    return "\n".join(_wrapped(line, inches, _TEXT) for line in (chart.title, *chart.notes) if line)
+def _heading_lines(chart: Chart | None) -> list[str]:
+    return [line for line in (chart.title, *chart.notes) if line] if chart else []
+
+
+def _heading(row: Sequence[Chart | None], column: int) -> str:
+    """Lines above a chart. They may reach over charts to its right that have none."""
+    bare = takewhile(lambda chart: chart is not None and not _heading_lines(chart), row[column + 1 :])
+    # The space between two charts is free too.
+    inches = 1.05 * _axes_width(row) + sum(WIDTH_INCHES / len(row) for _ in bare)
+    return "\n".join(_wrapped(line, inches, _TEXT) for line in _heading_lines(row[column]))
 
 
 def _write_texts(figure: Any, plot: Plot, *, legend: bool) -> int:
@@ -185,13 +199,17 @@ def _name_lines(ax: Any, chart: Chart, height: float) -> None:
         line, colour = lines[index], lines[index].style.get("color", INK)
         ax.annotate(
             plain(short(line.label, _LONGEST_NAME)),
-            xy=(line.x[-1] if len(line.x) else ax.get_xlim()[1], line.y[-1]),
+            xy=(line.x[-1] if len(line.x) else ax.get_xlim()[1], np.clip(line.y[-1], *ax.get_ylim())),
             xytext=(1.03, place),
             textcoords="axes fraction",
             va="center",
             color=colour,
             fontsize=SMALL,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 5},
+            arrowprops={
+                **{"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 5},
+                # From the left edge of the name, so that no line crosses another name.
+                "relpos": (0, 0.5),
+            },
             annotation_clip=False,
         )
 
@@ -201,7 +219,7 @@ def _wrapped(text: str, inches: float, size: float) -> str:
     return fill(short(plain(text), _LONGEST_TEXT), max(int(inches / (_LETTER * size * _POINT)), 10))
 
 
-def _draw_chart(ax: Any, chart: Chart, width: float, height: float) -> None:
+def _draw_chart(ax: Any, chart: Chart, width: float, height: float, heading: str) -> None:
     """Draw a chart on axes of about `width` × `height` inches."""
     for name, axis in (("x", chart.x), ("y", chart.y)):
         if axis.scale != "linear":
@@ -217,7 +235,7 @@ def _draw_chart(ax: Any, chart: Chart, width: float, height: float) -> None:
         ax.set_xlim(low / 3, high * 3)
     _label_axis(ax.xaxis, chart.x, width, across=True)
     _label_axis(ax.yaxis, chart.y, height, across=False)
-    ax.set_title(_heading(chart, width))
+    ax.set_title(heading)
     if chart.draw is not None:
         chart.draw(ax)
 

@@ -19,6 +19,13 @@ PAGE = "interactive.html"
 _HOVER_LETTERS, _LEGEND_LETTERS, _TICKS_ACROSS, _TICKS_UPWARDS = 38, 40, 5, 11
 # Height of a row of points off the axis, as a share of the chart.
 _ROW_SHARE = 0.035
+# Names of matplotlib's markers, and of fillings that are not full.
+_SYMBOLS = {
+    **{"o": "circle", "s": "square", "^": "triangle-up", "v": "triangle-down", "<": "triangle-left"},
+    **{">": "triangle-right", "D": "diamond", "d": "diamond-tall", "P": "cross", "X": "x", "*": "star"},
+    **{"p": "pentagon", "h": "hexagon", "H": "hexagon2", "8": "octagon"},
+}
+_FILLS = {"none": "-open", "left": "-dot", "bottom": "-open-dot"}
 # Without plotly's toolbar, which covers the buttons on a telephone.
 _CONFIG = {"displayModeBar": False, "responsive": True}
 _LAYOUT: dict[str, Any] = {
@@ -140,7 +147,7 @@ def _traces(chart: Chart, rows: dict[str, int]) -> list[dict[str, Any]]:
         group = {"legendgroup": line.label or str(number), "hoverinfo": "text"}
         trace = {
             **{"name": _text(line.label), "showlegend": bool(line.label), "hovertext": texts},
-            **{"x": x, "y": y, "connectgaps": True, **group, **_look(line, number)},
+            **{"x": x, "y": y, "connectgaps": True, **group, **_look(line)},
             "relative": [value and base.get(x) and value / base[x] for x, value in zip(x, y, strict=True)],
         }
         if any(point.low is not None for point in points):
@@ -179,14 +186,15 @@ def _text(text: str) -> str:
     return escape(plain(short(text, _LEGEND_LETTERS)))
 
 
-def _look(line: Series, number: int) -> dict[str, Any]:
-    """Mode, stroke and markers of plotly, a symbol for each line."""
+def _look(line: Series) -> dict[str, Any]:
+    """Mode, stroke and markers of plotly, with the symbols of the static plots."""
     style = line.style
     colour, stroke, marked = style.get("color", INK), style.get("linestyle", "-"), bool(style.get("marker"))
     drawn = not marked or (stroke != "none" and len(line.x) != 1)
     dash = "solid" if stroke in ("-", "none") else "dash"
     edge = {"color": colour, "width": 1.5}
-    marker = {"symbol": number, "size": 8, "line": edge, "color": style.get("markerfacecolor", colour)}
+    symbol = _SYMBOLS.get(style.get("marker", ""), "circle") + _FILLS.get(style.get("fillstyle", ""), "")
+    marker = {"symbol": symbol, "size": 8, "line": edge, "color": colour}
     return {
         "mode": "+".join(["lines"] * drawn + ["markers"] * marked),
         "line": {"color": colour, "width": style.get("linewidth", 1.5), "dash": dash},

@@ -209,7 +209,7 @@ WRONG = [
     ("mse --layers first", "--layers is made of whole numbers, such as 0,1,5, not 'first'"),
     ("recall --steps many", "'--steps': Input should be a valid integer"),
     ("show --text page.txt", "--inputs"),
-    ("mse --num-features 64", "--size"),
+    ("mse --rank 64", "--size"),
     ("bench --num_features 64", "--set"),
     ("mse --sed 3", "--seed"),
     ("advise own.py:endless --budget 0.5s", "The budget ended before anything was measured"),

@@ -45,7 +45,7 @@ def _chart(chart: Chart) -> list[str]:
     ]
     lines = [
         f"- {line.label}: {'; '.join(map(_numbers, (line.x, line.y, line.low, line.high)))}; "
-        f"{line.style.get('markerfacecolor', '')}"
+        f"{line.style.get('fillstyle', '')}"
         for line in chart.series
     ]
     return [f"### {chart.title}", *chart.notes, *axes, *lines]

@@ -31,7 +31,7 @@ def test_texts_of_committed_runs_are_large_enough_and_none_lies_on_a_second_text
 @pytest.mark.parametrize("run", ["bench-default", "compare", "compare-encoder-128"])
 def test_no_two_entries_of_a_legend_look_the_same(run):
     for plot in read(RUNS / run).plots().values():
-        keys = ("color", "marker", "linestyle")
+        keys = ("color", "marker", "fillstyle", "linestyle")
         looks = [tuple(str(series.style.get(key)) for key in keys) for series in plot.entries]
         assert len(looks) == len(set(looks)) and "None" not in {colour for colour, *_ in looks}
 

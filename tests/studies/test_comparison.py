@@ -155,7 +155,7 @@ def test_the_headings_name_the_lengths_of_errors_and_of_times_beyond_them():
     points = {(point.case.kind, point.case.tokens) for point in points_of(plan)}
     assert points == {("error", 512), *((kind, n) for kind in ("time", "memory") for n in (512, 513))}
     table = table_of([*ALL, *LONGER])
-    assert table.columns[:3] == ("backend", "error, 512 tokens", "speed, 1024 tokens")
+    assert table.columns[:3] == ("backend", "error, 512 tokens", "speed-up, 1024 tokens")
     cells = {row[0]: row[1:3] for row in table.rows}
     assert cells["window"] == ("0.3", "–") and cells["near"][0] == "–"
 
@@ -174,7 +174,7 @@ def test_the_budget_leaves_predicted_speeds_marked_and_a_sentence_on_the_way_to_
     records += [time(label, 1e-8 * n * x, n) for n in lengths for label, x in (("exact", n), ("window", 300))]
     records += [failed(time("exact", 1.0, 2048)), time("window", 1e-8 * 2048 * 300, 2048)]
     table = table_of(records)
-    assert table.columns[2] == "speed, 2048 tokens"
+    assert table.columns[2] == "speed-up, 2048 tokens"
     assert table.rows[1][2].startswith("~6.8") and not table.rows[1][2].endswith("?")
     assert "~: extrapolated from shorter lengths." in " ".join(table.notes)
     skipped = "1 point skipped (budget): time at 2048 tokens."

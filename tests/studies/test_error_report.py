@@ -72,4 +72,27 @@ def test_sizes_that_save_no_operations_are_not_counted_as_useful():
     )
     yardstick = record(UNIFORM_ATTENTION, 0.5)
     assert ea.Results([yardstick, small, large]).sentences()[-1].endswith(": window from size 5.")
-    assert ea.Results([yardstick, large]).sentences()[-1].endswith(": nothing measured here.")
+    nothing = "No backend beats uniform attention on every input with fewer operations than exact."
+    assert ea.Results([yardstick, large]).sentences() == [nothing]
+
+
+def test_a_line_ends_with_a_mark_where_it_becomes_exact_and_has_an_arrow_beyond_six_decades():
+    shown = [
+        *made_up((1e9, 2e9), (0.3, 0.2), (0.1, 1e-9), 0.5),
+        # Sizes beyond an exact one are left out.
+        record("window(window=65)", 1e-9, options={"window": 65}),
+    ]
+    (chart,) = ea.Results(shown).plots()["error"].charts
+    bottom, top = chart.y.limits
+    assert top < 1e6 * bottom * 3 and bottom < 0.1
+    marks = {line.style["marker"]: line for line in chart.series if not line.label}
+    assert marks["^"].y == [top, top] and marks["^"].x == [16, 32]
+    assert (marks["o"].x, marks["o"].y) == ([33], [bottom])
+    assert next(line for line in chart.series if line.label == "window").x == [17, 33]
+
+
+def test_the_table_of_relative_errors_has_the_mean_squared_error_of_the_largest_size():
+    records = [replace(x, output_mse=x.output_relative_error**2 / 4) for x in made_up(*[(0.9, 0.4)] * 3, 0.6)]
+    (table,) = ea.Results(records).tables()
+    assert table.columns[-1] == "MSE, largest size"
+    assert [row[-1] for row in table.rows] == ["0.09", "0.04", "0.04", "0.04"]

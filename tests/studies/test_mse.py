@@ -116,4 +116,4 @@ def test_records_tables_and_plots_hold_the_metric():
     results = ea.mse(["performer-positive"], **SMALL, metric="mse")
     assert all(r.output_mse is not None and r.output_relative_error is None for r in results.records)
     title = results.tables()[0].title.partition(":")[0]
-    assert results.plot().get_ylabel().replace("\n", " ") == title.lower()
+    assert results.plot().get_ylabel().replace("\n", " ") == title == "MSE of the output"

@@ -33,7 +33,7 @@ from efficient_attn.stats.predicted_time import crossover
 from efficient_attn.stats.speeds import speed_ups
 from efficient_attn.studies.bench.comparison import REFERENCES, ROUNDING, Comparison, Row, comparisons
 
-SPEED, START = "speed, exact 1×", "faster from, tokens"
+START = "faster from, tokens"
 
 _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
 
@@ -42,9 +42,9 @@ _ERRORS = (
     f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse than it, or a reference."
 )
 _SPEEDS = (
-    "speed: median over rounds, decided where its interval (95 % over at most four looks) excludes 1 or lies "
-    f"within 10 % of it; two runs differ by more, often by a further ±{100 * SHIFT_HALF_WIDTH:.0f} %. "
-    "Starred: best backend but exact. Speed, time and memory at all lengths: report.html."
+    "speed-up: median over rounds, decided where its interval (95 % over at most four looks) excludes 1 or "
+    f"lies within 10 % of it; two runs differ by more, often by a further ±{100 * SHIFT_HALF_WIDTH:.0f} %. "
+    "Starred: best backend but exact. Speed-up, time and memory at all lengths: report.html."
 )
 
 
@@ -85,7 +85,7 @@ def calls_by_heading(settings: Iterable[Comparison], run: Run[Settled]) -> dict[
 def _comparison_table(comparison: Comparison, run: Run[Settled], column: str, rounds: int) -> Table:
     shown, errors_at, longest = comparison.rows, comparison.tokens, comparison.longest
     memory_at = longest or max((tokens for row in shown for tokens in row.peaks), default=0)
-    error, speed = f"error, {errors_at} tokens", f"speed, {longest} tokens"
+    error, speed = f"error, {errors_at} tokens", f"speed-up, {longest} tokens"
     memory = f"MiB, {memory_at} tokens"
     further = _FURTHER[column].format(errors=errors_at, longest=longest)
     columns = {
@@ -243,7 +243,7 @@ def _speed_table(comparison: Comparison) -> Table:
     lengths = sorted({tokens for row in comparison.rows for tokens in row.speeds})
     timed = [row for row in comparison.rows if row.speeds]
     rows = tuple((row.label, *(_speed_cell(row, n) for n in lengths)) for row in timed)
-    title = f"{setting(comparison.case)}; speed, exact 1×"
+    title = f"{setting(comparison.case)}; speed-up over exact"
     return Table(title, ("backend", *map(str, lengths)), rows, (_SPEEDS,), detail=True)
 
 

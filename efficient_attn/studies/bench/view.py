@@ -176,17 +176,27 @@ def comparison_plot(drawn: Sequence[Comparison], max_error: float) -> Plot:
     labels = {row.label: row.backend for comparison in drawn for row in comparison.rows}
     styles = line_styles([pair for pair in labels.items() if pair[1] != UNIFORM_ATTENTION])
     errors, times = list[Chart](), list[Chart]()
-    for comparison in drawn:
+    headings, shared = _headings([heading_of(comparison, Run(Settled())) for comparison in drawn])
+    for comparison, heading in zip(drawn, headings, strict=True):
         timed = [r for r in comparison.records if r.case.kind == "time"]
         (time,) = cost_plot({"": timed}).charts
         series = tuple(line._replace(style=styles.get(line.label, line.style)) for line in time.series)
         times.append(time._replace(series=series))
-        notes = (heading_of(comparison, Run(Settled())),)
-        errors.append(_error_chart(comparison, styles, max_error)._replace(notes=notes))
+        errors.append(_error_chart(comparison, styles, max_error)._replace(title=heading))
+    conditions = "; ".join(filter(None, (shared, "lower right is better")))
     if all(len(time.x.ticks) < 2 for time in times):
-        return Plot("Error against speed", "lower right is better", in_rows(errors))
+        return Plot("Output error against speed-up", conditions, in_rows(errors))
     rows = tuple(zip(errors, times, strict=True))
-    return Plot("Error against speed, and time of one call", "lower right is better", rows)
+    return Plot("Output error against speed-up, and time of one call", conditions, rows)
+
+
+def _headings(headings: Sequence[str]) -> tuple[list[str], str]:
+    """Headings without the facts that all of several share, and these facts."""
+    parts = [heading.split(", ") for heading in headings]
+    shared = [part for part in parts[0] if all(part in others for others in parts[1:])]
+    if len(parts) < 2 or any(len(shared) == len(others) for others in parts):
+        return [*headings], ""
+    return [", ".join(x for x in others if x not in shared) for others in parts], ", ".join(shared)
 
 
 def _error_chart(comparison: Comparison, styles: dict[str, dict[str, Any]], limit: float) -> Chart:
@@ -211,7 +221,7 @@ def _error_chart(comparison: Comparison, styles: dict[str, dict[str, Any]], limi
     capped = {HIGHEST: f"> {HIGHEST:g}"} if any(error >= HIGHEST for error in real) else {}
     marks = {floor: "rounding", **{mark: f"{mark:g}" for mark in MARKS if mark > 1.3 * floor}, **capped}
     return Chart(
-        Axis(f"speed at {comparison.longest} tokens", "log2", "{:g}×".format),
+        Axis(f"speed-up at {comparison.longest} tokens", "log2", "{:g}×".format),
         Axis(
             f"relative output error, {comparison.tokens} tokens",
             "log",

@@ -53,7 +53,7 @@ FIGURES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class Mse(Study):
-    """Measure mean squared errors (MSE) against exact attention, by number of features, rank or window.
+    """Measure errors (MSE) by number of random features, rank or window.
 
     Errors of outputs are relative, √(MSE / mean square), against float64; backends run in float32 on the CPU,
     decoder layers with a causal mask. With --of kernel, errors of random features at single entries exp(x·y)
@@ -96,7 +96,7 @@ class Mse(Study):
         parse=shared.parse_numbers("degrees from 0 to 180, such as 60,90", lambda angle: 0 <= angle <= 180),
         free=True,
     )
-    draws: int | None = shared.draws(None, "Random-feature draws per point; 6, with --of kernel 64, if omitted.")
+    draws: int | None = shared.draws(None, "Random-feature draws per point; 6, --of kernel 64, if omitted.")
     seq_lens: shared.Sizes = shared.seq_lens((4096,), "Lengths of Gaussian inputs: 4096 or 1k,4k.")
     head_dim: int = shared.head_dim(16)
     layers: Sequence[int] | None = shared.layers()

@@ -33,7 +33,9 @@ _KINDS = {
 _ANGLES = Axis("angle between query and key", show="{:.0f}°".format, ticks=(0, 60, 120, 180), limits=(0, 180))
 _SIZES = Axis("number of features", "log2", "{:.0f}".format)
 # Angles of a line of theory, without the two at which an error is 0.
-_SMOOTH = np.linspace(0.5, 179.5, 180)
+_SMOOTH = np.linspace(1.5, 178.5, 60)
+# Mark of an error far from theory.
+_FAR = "≠"
 # Decades of an axis, and room at its ends.
 _DECADES, _MARGIN = 1e6, 2.0
 
@@ -63,7 +65,7 @@ class Entry(NamedTuple):
 
     @property
     def deviation(self) -> float | None:
-        """Distance from theory in standard errors; None without a measured error or theory."""
+        """Distance from theory in standard errors, None without a measured error or theory."""
         if self.high <= self.low or not self.expected or self.expected <= _EXACT:
             return None
         return abs(self.value - self.expected) * WIDE / (self.high - self.value)
@@ -79,7 +81,7 @@ def entry_of(record: Record) -> Entry | None:
     square, expected = record.kernel_value**2, record.expected_kernel_mse
     expected = None if expected is None else expected / square
     # A non-finite draw is null in the file.
-    draws = [draw / square for draw in record.kernel_mse_draws or () if draw is not None]
+    draws = [draw / square for draw in record.measured.get("kernel_mse_draws", ()) if draw is not None]
     value = fmean(draws) if draws else math.nan if expected is None else expected
     wide = WIDE * stdev(draws) / math.sqrt(len(draws)) if len(draws) > 1 else 0.0
     norm, angle = map(float, pair.groups())
@@ -87,12 +89,12 @@ def entry_of(record: Record) -> Entry | None:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """For each norm the errors by angle, or by size at a single angle, and their ratios to theory."""
+    """For each norm the errors by angle, or by size at a single angle."""
     shown = []
     for group in _by_norm(records):
         entries = list(filter(None, map(entry_of, group)))
-        if entries or not all(map(over_budget, group)):
-            shown += _tables(entries, group)
+        if entries or not all(over_budget(record) for record in group if record.status != "ok"):
+            shown.append(_table(entries, group))
     return shown
 
 
@@ -106,7 +108,7 @@ def _by_norm(records: Sequence[Record]) -> list[list[Record]]:
     return [*groups.values()]
 
 
-def _tables(entries: Sequence[Entry], records: Sequence[Record]) -> list[Table]:
+def _table(entries: Sequence[Entry], records: Sequence[Record]) -> Table:
     # Without a value on any draw an error has neither theory nor a cell.
     silent = [record for record in records if record.kernel_value and entry_of(record) is None]
     few = [*silent, *(entry.record for entry in entries if not entry.draws)]
@@ -127,15 +129,7 @@ def _tables(entries: Sequence[Entry], records: Sequence[Record]) -> list[Table]:
     norm = f"|x| = |y| = {entries[0].norm:g}" if entries else text.describe(case.inputs)
     title = f"Relative MSE of exp(x·y): {norm}{place}; {case.tokens} pairs, head dimension {case.head_dim}"
     columns = ("backend", *map(axis.show, heads))
-    ratios = tuple(
-        (label, *(_ratio(row.get(place)) for place in heads))
-        for label, row in ((label, {getattr(x, across): x for x in line}) for label, line in lines.items())
-    )
-    errors = Table(title, columns, rows, notes).compared(errors=columns[1:])
-    return [errors, Table(f"{title}; measured / theory", columns, ratios, detail=True)]
-
-
-_FAR = "≠"
+    return Table(title, columns, rows, notes).compared(errors=columns[1:])
 
 
 def _grid(entries: Sequence[Entry]) -> tuple[str, list[float], dict[str, list[Entry]]]:
@@ -156,12 +150,6 @@ def _cell(entry: Entry) -> str:
         return f"{PREDICTED}{show_error(entry.value)}"
     value = f"{show_error(entry.value)}{_FAR if (entry.deviation or 0.0) > _SURE else ''}"
     return f"{value}\t{show_error(entry.low)} to {show_error(entry.high)}" if entry.draws > 1 else value
-
-
-def _ratio(entry: Entry | None) -> str:
-    if entry is None or entry.deviation is None or not entry.expected:
-        return ""
-    return f"{entry.value / entry.expected:.2f}\t±{(entry.high - entry.value) / entry.expected:.2f}"
 
 
 def _meaning(entries: Sequence[Entry]) -> str:
@@ -218,23 +206,23 @@ def _chart(entries: Sequence[Entry], styles: dict[str, dict[str, Any]]) -> Chart
         style = {**styles[line[0].label], "linewidth": 1.4, "markersize": 5, **faint}
         x, theory = _theory(line, across)
         hints = ["theory"] * len(x)
-        series.append(Series(label, x, theory, {**style, "marker": ""}, hints=hints))
         points = [entry for entry in line if entry.draws]
+        series.append(Series("" if points else label, x, theory, {**style, "marker": ""}, hints=hints))
         measured, low, high = ([getattr(x, name) for x in points] for name in ("value", "low", "high"))
         at = [getattr(entry, across) for entry in points]
         series.append(Series(label, at, measured, {**style, "linestyle": "none"}, low, high, bars=True))
     values = [entry.value for line in lines.values() for entry in line if entry.value > _EXACT]
     top = max(values, default=1.0) * _MARGIN
     limits = (max(min(values, default=1.0) / _MARGIN, top / _DECADES), top)
-    x = _ANGLES if across == "angle" else _SIZES._replace(ticks=places)
-    y = Axis("relative MSE", "log", show_error, limits=limits)
-    return Chart(x, y, tuple(series), f"norm {entries[0].norm:g}")
+    horizontal = _ANGLES if across == "angle" else _SIZES._replace(ticks=places)
+    vertical = Axis("relative MSE", "log", show_error, limits=limits)
+    return Chart(horizontal, vertical, tuple(series), f"norm {entries[0].norm:g}")
 
 
 def _theory(line: Sequence[Entry], across: str) -> tuple[list[float], list[float | None]]:
     """Places and errors of the closed form: at every angle where features are not calibrated."""
     case, entry = line[0].record.case, line[0]
-    kind, projection = _KINDS.get(case.backend), case.options.get("projection")
+    kind, projection = _KINDS.get(case.backend), str(case.options.get("projection"))
     if across == "angle" and kind is not None:
         pair: dict[str, Any] = {"kind": kind, "norm": entry.norm, "head_dim": case.head_dim}
         curve = log_pair_error(_SMOOTH, projection=projection, num_features=entry.size, **pair)

@@ -232,10 +232,10 @@ def plots(records: Sequence[Record]) -> dict[str, Plot]:
         title = text.describe(panel.inputs) + (f", {_length(panel)}" if len(lengths) > 1 else "")
         charts.append(_chart(panel, styles, (low, high) if alike else _limits([panel]), quantity, title))
     parts = [*(shapes if len(shapes) == 1 else ()), "float64 reference", *([meaning] if meaning else [])]
-    marks = [line.style for chart in charts for line in chart.series]
-    if any(style.get("marker") == "o" and style.get("fillstyle") == "none" for style in marks):
+    styles_drawn = [line.style for chart in charts for line in chart.series]
+    if any(style.items() >= _EXACT_MARK.items() for style in styles_drawn):
         parts.append("circle on the lower edge: exact from there on")
-    if any(style.get("markersize") == _BEYOND_MARK["markersize"] for style in marks):
+    if any(style.items() >= _BEYOND_MARK.items() for style in styles_drawn):
         parts.append("arrow: beyond the axis")
     rows = in_rows(charts, 1 if len(shown) == 1 else 2)
     plot = Plot(NAMES[quantity].partition(",")[0], "; ".join(parts), rows)
@@ -273,7 +273,9 @@ def _chart(
             series += _series(label, curve, styles[label], limits, _rounding(panel))
     sizes = _even({point.size for point in panel.points if point.size is not None})
     x = Axis("features, rank or window", "log2", "{:.0f}".format, sizes)
-    y = Axis(NAMES[quantity].replace("Relative", "relative"), "log", show_error, limits=limits)
+    # Lines of a label end between its terms, not within the formula.
+    label = NAMES[quantity].replace("R", "r").replace("MSE / mean square", "MSE\u00a0/\u00a0mean\u00a0square")
+    y = Axis(label, "log", show_error, limits=limits)
     return Chart(x, y, tuple(series), title)
 
 
@@ -290,15 +292,16 @@ def _series(
         lines = [Series(label, x, y, shown, low, high)]
     else:
         end = curve[exact]
-        down = Series(label, [*x, end.size], [*y, limits[0]], shown, [*low, None], [*high, None])
-        hints = [f"exact: error {show_error(end.value)}"]
+        at, hints = [float(end.size or 0)], [f"exact: error {show_error(end.value)}"]
+        down = Series(label, [*x, *at], [*y, limits[0]], shown, [*low, None], [*high, None])
         lines = [
             down._replace(hints=["measured"] * exact + hints),
-            Series("", [end.size], [limits[0]], {**style, **_EXACT_MARK}, hints=hints),
+            Series("", at, [limits[0]], {**style, **_EXACT_MARK}, hints=hints),
         ]
     beyond = [point for point in points if point.value > limits[1]]
     if beyond:
         hints = [f"error {show_error(point.value)}" for point in beyond]
         edge = [limits[1]] * len(beyond)
-        lines.append(Series("", [x.size for x in beyond], edge, {**style, **_BEYOND_MARK}, hints=hints))
+        places = [float(point.size or 0) for point in beyond]
+        lines.append(Series("", places, edge, {**style, **_BEYOND_MARK}, hints=hints))
     return lines
