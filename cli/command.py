@@ -40,12 +40,12 @@ def _show_all(context: typer.Context, show: bool) -> None:
 # Switches of every run, by parameter: help and flags; --help-all alone shows all but --resume.
 _OF_A_RUN = {
     "resume": ("Continue the run in --out; measured points are kept.", "--resume"),
-    "dry_run": ("List the points of the run without measuring any.", "--dry-run"),
+    "dry_run": ("List the points without measuring them.", "--dry-run"),
     "as_json": ("Print one JSON document to stdout.", "--json"),
     "open_page": ("Open report.html in the browser at the end.", "--open"),
-    "quiet": ("Print the folder of the results alone: no progress, tables or notes.", "--quiet", "-q"),
+    "quiet": ("Print only the results folder: no progress, tables or notes.", "--quiet", "-q"),
 }
-_BUDGET = typer.Option(metavar="TIME", help="Time for measuring: 90s, 2m or 1h; the rest is skipped.")
+_BUDGET = typer.Option(metavar="TIME", help="Time limit: 90s, 2m or 1h; remaining points are skipped.")
 _HELP_ALL = typer.Option("--help-all", help="Show all options and exit.", is_eager=True, callback=_show_all)
 
 # Share of the budget after which the first tables are printed, without their notes.

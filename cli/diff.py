@@ -16,13 +16,13 @@ def diff(
         typer.Option(
             "--fail-on",
             metavar="NAME:LIMIT[,…]",
-            help="Changes for the worse that exit with code 1, by quantity or kind: time:10%,accuracy:2%;"
-            " all regressions if omitted.",
+            help="Regressions that exit with code 1, by quantity or kind: time:10%,accuracy:2%; all if"
+            " omitted.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Compare runs case by case: exit code 1 on a regression.
+    """Compare two runs and exit with code 1 on a regression.
 
     Example: efficient-attn diff runs/before runs/after --fail-on time:10%
     """
@@ -38,7 +38,7 @@ def diff(
         for sentence in comparison.sentences():
             console.tell(sentence)
     if not comparison.comparison.changes:
-        console.say("Nothing to compare: no case is in both runs.")
+        console.say("The runs have no case in common.")
         return NOTHING_MEASURED
     return REGRESSION if comparison.regressions else DONE
 

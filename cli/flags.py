@@ -13,7 +13,7 @@ BackendOption = Annotated[
     typer.Option(
         "--backend",
         metavar="NAME[,NAME…]",
-        help=f"Backends, by name or as path/file.py:function; all near softmax if left out. {RUNS_CODE}",
+        help=f"Backend names or FILE.py:function; one of each kind if omitted. {RUNS_CODE}",
     ),
 ]
 SetOption = Annotated[
@@ -21,7 +21,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="NAME.OPTION=V[,V…]",
-        help="An option of a backend; several values make several variants.",
+        help="Backend option; several values give several variants.",
     ),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, max=WHOLE_NUMBER, help="Random seed.")]

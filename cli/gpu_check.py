@@ -17,20 +17,20 @@ def gpu_check_command(
     out: OutOption = None,
     device: Annotated[str, typer.Option("--device", help="auto, cuda or cuda:1.")] = "auto",
     check_only: Annotated[
-        bool, typer.Option("--check-only", help="Check the kernels without timing any call.")
+        bool, typer.Option("--check-only", help="Check the kernels without timing them.")
     ] = False,
     budget: Annotated[
-        str, typer.Option("--budget", metavar="TIME", help="Time for timing calls; the rest is skipped.")
+        str, typer.Option("--budget", metavar="TIME", help="Time limit for timing; other calls are skipped.")
     ] = "10m",
     show: Annotated[
         Path | None,
-        typer.Option("--show", metavar="FOLDER", help="Show the results in a folder and run nothing."),
+        typer.Option("--show", metavar="FOLDER", help="Show stored results; run nothing."),
     ] = None,
 ) -> int:
-    """Check fused kernels on this GPU, time them, and write a folder to share.
+    """Check and time the fused kernels on this GPU.
 
-    Kernels serve calls on a machine after their check has passed there; until then PyTorch's operators do.
-    The check takes up to three minutes. The folder holds no name of a person or host.
+    A fused kernel is used only on machines where it has passed this check; elsewhere PyTorch operators run.
+    The check takes up to three minutes. It writes a folder to share, without user or host names.
 
     Example: efficient-attn gpu-check --out results/gpu/h100
     """

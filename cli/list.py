@@ -1,4 +1,4 @@
-"""`efficient-attn list`: the backends, their promises, options and formulas."""
+"""`efficient-attn list`: the backends, their capabilities, options and formulas."""
 
 from dataclasses import MISSING, asdict, fields
 from typing import Annotated, Any
@@ -8,7 +8,7 @@ import typer
 from . import console
 from .flags import JsonOption
 
-# Promises shown by the table; JSON holds all of them.
+# Capabilities shown by the table; JSON holds all of them.
 _SHOWN = ("causal", "cross", "key_mask", "exact", "averages")
 _POWERS = {1: "n", 2: "n²"}
 
@@ -19,7 +19,7 @@ def list_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the backends, or one with its formula, paper, options and promises."""
+    """List the backends, or show formula and options of one."""
     from efficient_attn.backends import list_backends, resolve
     from efficient_attn.external import package_of, plugins
 
@@ -32,7 +32,7 @@ def list_command(
             _describe(spec)
         return
     specs = [resolve(name) for name in names]
-    # Named, not imported: the promises of a plug-in are known once its backend is used.
+    # Named, not imported: the capabilities of a plug-in are known once its backend is used.
     outside = [plugin for name, plugin in sorted(plugins().items()) if name not in names]
     if as_json:
         rows = [_row(spec) for spec in specs]
@@ -43,15 +43,15 @@ def list_command(
     console.print_tables([_table(specs)])
     for plugin in outside:
         about = f"{plugin.name}: of {package_of(plugin)}, imported on first use."
-        console.tell(f"{about} efficient-attn check NAME lists its promises.")
+        console.tell(f"{about} efficient-attn list {plugin.name} describes it.")
 
 
 def _describe(spec: Any) -> None:
     options = {f"option {name}": value for name, value in _options(spec).items()}
-    promises = {name.replace("_", " "): value for name, value in asdict(spec.capabilities).items()}
+    capabilities = {name.replace("_", " "): value for name, value in asdict(spec.capabilities).items()}
     about = {"formula": spec.formula, "paper": spec.paper, "size": spec.size_option}
     console.tell(f"{spec.name}: {spec.summary}")
-    for name, value in {**about, **options, **promises}.items():
+    for name, value in {**about, **options, **capabilities}.items():
         if value is not None:
             console.tell(f"{name:21}{_cell(value)}", indent="  ")
 
@@ -78,10 +78,10 @@ def _table(specs: list[Any]) -> Any:
 
     rows = []
     for spec in specs:
-        promises = asdict(spec.capabilities)
-        marks = ("yes" if promises[name] else "–" for name in _SHOWN)
-        growths = (_POWERS[promises[f"{cost}_growth"]] for cost in ("time", "memory"))
+        capabilities = asdict(spec.capabilities)
+        marks = ("yes" if capabilities[name] else "–" for name in _SHOWN)
+        growths = (_POWERS[capabilities[f"{cost}_growth"]] for cost in ("time", "memory"))
         rows.append((spec.name, *marks, *growths))
     columns = ("backend", *(name.replace("_", " ") for name in _SHOWN), "time", "memory")
-    note = "Formula, paper and options of a backend: efficient-attn list NAME."
-    return Table("Promises of each backend", columns, tuple(rows), (note,))
+    note = "`efficient-attn list NAME` shows formula, paper and options of a backend."
+    return Table("Capabilities of each backend", columns, tuple(rows), (note,))

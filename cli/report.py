@@ -15,16 +15,16 @@ def report_command(
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Folder for the files; omitted: the run's own folder, or a new runs/… for several runs.",
+            help="Folder for the files; the run's own folder if omitted (several runs: a new runs/… folder).",
         ),
     ] = None,
     interactive: Annotated[
-        bool, typer.Option("--interactive", help="Also write interactive.html, for a browser; needs plotly.")
+        bool, typer.Option("--interactive", help="Also write interactive.html; needs plotly.")
     ] = False,
 ) -> None:
-    """Redraw runs from their records: page, plots and tables.
+    """Redraw page, plots and tables of runs from their records.
 
-    Files: an HTML page, plots as PNG, SVG and PDF, and tables as CSV and Markdown.
+    Writes an HTML page, plots as PNG, SVG and PDF, and tables as CSV and Markdown.
 
     Example: efficient-attn report runs/short runs/long --out both
     """

@@ -17,23 +17,23 @@ def show_command(
         str,
         typer.Option(
             metavar="NAME",
-            help="Shipped encoder (512 tokens) or decoder (4096, causal), or FILE.safetensors.",
+            help="encoder (512 tokens), decoder (4096, causal) or FILE.safetensors.",
         ),
     ] = "encoder",
     layer: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="Layer of the encoder or file: 1, or the first of a file."),
+        typer.Option(min=0, metavar="N", help="Layer index; 1 (encoder) or the first layer if omitted."),
     ] = None,
-    head: Annotated[int, typer.Option(min=0, help="Which head of the layer.")] = 6,
+    head: Annotated[int, typer.Option(min=0, help="Head index.")] = 6,
     tokens: Annotated[
-        str, typer.Option(metavar="A:B", help="Tokens on the axes; backends read all of the inputs.")
+        str, typer.Option(metavar="A:B", help="Tokens on the axes; attention is over the whole input.")
     ] = "0:24",
     backend: BackendOption = None,
     set_: SetOption = None,
     seed: SeedOption = 0,
     out: OutOption = None,
 ) -> None:
-    """Draw implied attention weights of backends on a text.
+    """Draw the attention weights that backends imply on a text.
 
     Example: efficient-attn show --backend window,my_file.py:my_attention --tokens 30:60 --head 2
     """

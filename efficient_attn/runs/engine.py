@@ -141,7 +141,7 @@ class Engine:
         missing = self._unanswered(foreseen(self._points(), self._store))
         labels = ", ".join(dict.fromkeys(point.case.label for point in missing.values()))
         count = f"{len(missing)} of {self._done + len(missing)} points"
-        return [f"{count} not measured ({labels}). Continue: --resume."] if missing else []
+        return [f"{count} were not measured ({labels}). Continue with --resume."] if missing else []
 
     def _measure(self, points: list[Point]) -> list[Record | None]:
         self._measure_rounds([point for point in points if point.rounds])
@@ -210,7 +210,7 @@ class Engine:
         reason = point.skip
         if reason is None and point.series in self._timed_out:
             tokens = self._timed_out[point.series]
-            reason = f"took too long at {tokens} tokens already (raise it with --timeout)"
+            reason = f"timed out at {tokens} tokens already (raise it with --timeout)"
         if reason is None and (needed_s > left_s or (point.cost and not left_s)):
             self._refuse_too_short(needed_s - self._left_s())
             budget = f"of the budget of {show_seconds(self._budget_s)}"
@@ -225,8 +225,8 @@ class Engine:
         left = _labels(point.case for point in self._missing.values() if not point.skip)
         if len(measured) < min(len(measured | left), 2):
             raise _TooShortError(
-                f"The budget of {show_seconds(self._budget_s)} is too short: a baseline and one candidate "
-                f"need at least {show_seconds(self._budget_s + more_s)} (--budget)."
+                f"A budget of {show_seconds(self._budget_s)} is too short for a baseline and one candidate; "
+                f"use --budget {math.ceil(self._budget_s + more_s)}s or more."
             )
 
     def _left_s(self) -> float:

@@ -12,9 +12,7 @@ from efficient_attn.options import option
 
 # Shown wherever a file may be named: its code runs.
 RUNS_CODE = "The file is executed."
-MODEL_HELP = (
-    f"Folder of a transformers model, or FILE.py:function that makes a model with its inputs. {RUNS_CODE}"
-)
+MODEL_HELP = f"Folder of a transformers model, or FILE.py:function that returns (model, inputs). {RUNS_CODE}"
 INPUTS_HELP = "encoder (512 tokens), decoder (4096, causal), gaussian, or FILE.safetensors."
 
 Backends = Sequence[Any] | None
@@ -48,11 +46,11 @@ def _or(help: str, default: str | None) -> str:
     return help if default is None else f"{help.removesuffix('.')}; {default} if omitted."
 
 
-def backends(*, free: bool = True, usual: str = "those near softmax") -> Any:
+def backends(*, free: bool = True, usual: str = "softmax approximations") -> Any:
     """Backends by name or file."""
     return option(
         None,
-        f"Names, all, or FILE.py:function; {usual} if omitted. {RUNS_CODE}",
+        f"Backend names, all, or FILE.py:function; {usual} if omitted. {RUNS_CODE}",
         flag="--backend",
         metavar="NAME[,NAME…]",
         parse=parse_names,
@@ -65,7 +63,7 @@ def settings(*, free: bool = True) -> Any:
     """Options of backends."""
     return option(
         None,
-        "Option of a backend; several values make several variants.",
+        "Backend option; several values give several variants.",
         flag="--set",
         metavar="NAME.OPTION=V[,V…]",
         parse=lambda texts, name: parse_settings(texts or []),
@@ -96,8 +94,7 @@ def seq_lens(
 
 def causal() -> Any:
     """Causal masking."""
-    return option(False, "Each token attends to itself and earlier tokens.")
-
+    return option(False, "Use a causal mask.")
 
 
 def head_dim(default: int | None, shown: str | None = None) -> Any:
@@ -105,7 +102,7 @@ def head_dim(default: int | None, shown: str | None = None) -> Any:
     return option(default, _or("Head dimension.", shown), least=1, rare=True)
 
 
-def layers(help: str = "Indices of layers, from 0; all layers if omitted.") -> Any:
+def layers(help: str = "Layer indices, from 0; all layers if omitted.") -> Any:
     """Layers of a model or file."""
     return option(None, help, metavar="N[,N…]", parse=parse_layers, rare=True)
 
@@ -122,7 +119,7 @@ def dtype(default: str | None, help: str) -> Any:
 
 def threads() -> Any:
     """Threads of PyTorch on the CPU."""
-    return option(None, "CPU threads; as many as cores are free if omitted.", least=1, rare=True)
+    return option(None, "CPU threads; number of idle cores if omitted.", least=1, rare=True)
 
 
 def seed() -> Any:
@@ -130,7 +127,7 @@ def seed() -> Any:
     return option(0, "Random seed.", least=0, most=WHOLE_NUMBER, rare=True)
 
 
-def draws(default: int | None, help: str = "Number of random-feature draws.") -> Any:
+def draws(default: int | None, help: str = "Random-feature draws per point.") -> Any:
     """Draws of random features."""
     return option(default, help, least=1)
 

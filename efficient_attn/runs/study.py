@@ -72,7 +72,7 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
         done = {*measured}
         left = [label for label in self.candidates if label not in done]
         counts = f"{len(left)} of {len(self.candidates)} candidates"
-        return f" Not measured ({counts}): {', '.join(left)}." if left else ""
+        return f" {counts} were not measured: {', '.join(left)}." if left else ""
 
 
 S = TypeVar("S", bound=Settled)

@@ -80,9 +80,9 @@ class Diff:
         texts = []
         old, new = ([run.environment] if run.environment else [] for run in self._runs)
         if machine := differences(old, new, _MACHINE):
-            texts.append(f"ANOTHER MACHINE: {machine}. Times and errors may differ for that alone.")
+            texts.append(f"ANOTHER MACHINE: {machine}. This alone can change times and errors.")
         if software := differences(old, new, _SOFTWARE):
-            texts.append(f"Other surroundings: {software}.")
+            texts.append(f"Different software or environment: {software}.")
         then, now = (dict(flat({CODE: run.environment.get(CODE)})) for run in self._runs)
         if edited := [name for name in then if now.get(name, then[name]) != then[name]]:
             names = ", ".join(name.removeprefix(f"{CODE}.") for name in edited)
@@ -106,9 +106,9 @@ class Diff:
         comparison = self.comparison
         counts = Counter(change.verdict for change in comparison.changes)
         verdicts = [f"{counts[verdict]} {verdict}" for verdict in (*_ORDER, UNCHANGED) if counts[verdict]]
-        sentences = [f"Of {len(comparison.changes)} comparisons: {', '.join(verdicts)}."] if verdicts else []
+        sentences = [f"{len(comparison.changes)} comparisons: {', '.join(verdicts)}."] if verdicts else []
         if any(change.quantity == "time_s" for change in comparison.of(UNCLEAR)):
-            sentences.append("Times within their 95 % interval may be chance. Rerun both with more --rounds.")
+            sentences.append("Some times differ within their 95 % interval. Rerun both with more --rounds.")
         unlike = []
         for name in _SETTINGS:
             then, now = ({getattr(record.case, name) for record in run.records} for run in self._runs)
@@ -117,7 +117,7 @@ class Diff:
                 unlike.append(form.format(name, *then, *now))
         if unlike:
             words = "; ".join(unlike).capitalize()
-            return [*sentences, f"{words}: times and errors of the runs are different cases."]
+            return [*sentences, f"{words}. The runs therefore have no case in common."]
         for run, alone in (("old", comparison.missing), ("new", comparison.added)):
             if alone:
                 listed = "; ".join([*alone[:_MOST_NAMES], *["…"] * (len(alone) > _MOST_NAMES)])

@@ -108,7 +108,7 @@ class GpuCheck(NamedTuple):
             rows.append((name, str(case.tokens), *texts))
         columns = ("call", "tokens", "predicted", "measured", "measured / predicted")
         title = "Predicted and measured device time, ms"
-        note = "By a model of bytes, products and launches; a factor of two either way is a finding."
+        note = "Predicted from bytes moved, matrix products and launches, to within a factor of two."
         return [Table(title, columns, tuple(rows), (note,))] if rows else []
 
     def page(self) -> str:
@@ -212,7 +212,7 @@ def assembler(machine: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str
         note = f"No kernel was checked: {reason}. Install one and {verdict.export_line()}"
         return dict(machine), {}, [note]
     version = verdict.ptxas_version(path)
-    note = f"{reason}: ptxas {version} was used. Kernels serve after {verdict.export_line()}"
+    note = f"{reason}: ptxas {version} was used. Fused kernels run after {verdict.export_line()}"
     return {**machine, "ptxas": version}, dict.fromkeys(verdict.PTXAS_VARIABLES, path), [note]
 
 

@@ -25,7 +25,7 @@ _LAYER = 1
 
 _LONGEST_WORD, _HEIGHT_INCHES = 14, 3.2
 _COLOURS = ("#a3123a", "#e8879c", "#ffffff", "#5a9bd4", "#08306b")
-_SCALE = "a row: weights of one query, from white (0) to dark blue (1); weights below zero are red"
+_SCALE = "each row shows the weights of one query: white 0, dark blue 1, red negative"
 
 
 class WeightsMap(NamedTuple):
@@ -53,7 +53,7 @@ class Shown:
     def table(self) -> Table:
         """The numbers below the titles of the charts."""
         rows = tuple((weights_map.label, show_error(weights_map.error)) for weights_map in self.maps)
-        return Table(self.title, ("backend", "error of the output"), rows, self.notes)
+        return Table(self.title, ("backend", "output error"), rows, self.notes)
 
     def _repr_html_(self) -> str:
         return to_html(self.table())
@@ -147,7 +147,7 @@ def _map(variant: Variant, subject: Any, head: int, span: slice) -> WeightsMap:
 
 def _chart(weights_map: WeightsMap, words: Sequence[str]) -> Chart:
     ticks = {float(number): short(word, _LONGEST_WORD) for number, word in enumerate(words)}
-    notes = (f"error {show_error(weights_map.error)}",)
+    notes = (f"output error {show_error(weights_map.error)}",)
     x, y = Axis("key", ticks=ticks), Axis("query", ticks=ticks)
     return Chart(
         x, y, title=weights_map.label, notes=notes, height=_HEIGHT_INCHES, draw=partial(_draw, weights_map)

@@ -177,8 +177,8 @@ def test_a_budget_that_is_too_short_for_a_comparison_ends_the_run_with_the_least
     engine = Engine(in_turn(lists), store, budget_s=15)
     assert engine.run() and [record.case.label for record in store.records.values()] == ["a"]
     # Of 15 s 4.5 are for the page.
-    needed = "a baseline and one candidate need at least 44.5 s (--budget)."
-    assert engine.too_short == f"The budget of 15 s is too short: {needed}"
+    needed = "use --budget 45s or more."
+    assert engine.too_short == f"A budget of 15 s is too short for a baseline and one candidate; {needed}"
     for budget_s, notes in ((47, 1), (80, 0)):
         engine = Engine(in_turn(lists), Store(), budget_s=budget_s)
         assert engine.run() and bool(engine.too_short) == notes
@@ -310,7 +310,7 @@ def test_an_executor_that_accepts_no_points_is_refused():
 
 
 def test_a_run_too_short_for_a_comparison_raises_its_records_and_folder(tmp_path, undrawn):
-    with pytest.raises(ea.IncompleteError, match="is too short: a baseline and one candidate") as caught:
+    with pytest.raises(ea.IncompleteError, match="is too short for a baseline and one candidate") as caught:
         mse(budget_s=1e-6, out=tmp_path)
     assert (caught.value.folder, caught.value.records) == (tmp_path, ())
 

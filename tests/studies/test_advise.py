@@ -50,7 +50,7 @@ def swap(label, **fields):
         ((FASTER, FASTER, FASTER), "Faster from 512 tokens"),
         ((FASTER, SLOWER, FASTER), "Faster from 8192 tokens"),
         ((FASTER, SLOWER, OPEN), "Faster at 512 tokens only"),
-        (((), SLOWER, ()), "Nothing is faster on this machine: stay with exact"),
+        (((), SLOWER, ()), "No plan is faster on this machine; keep exact attention"),
         (((), OPEN, ()), "Undecided"),
         ((FASTER[:2], (), ()), "Undecided"),
     ],
@@ -59,30 +59,30 @@ def test_faster_not_faster_and_undecided_are_three_outcomes_of_a_length(times, b
     parts = list(zip((512, 2048, 8192), times, strict=True))
     results = Results([one for part in parts for one in of_model(*part)], environment=TARGET)
     sentence = results.sentences()[0]
-    assert sentence.startswith(f"{begins} (cosine, mean pool 0.9000).")
+    assert sentence.startswith(f"{begins} (target: mean pool cosine 0.9000).")
     outcomes = {
         FASTER: "2.0 ± 0.7 times faster, with window in layers 0",
         SLOWER: "2.0 ± 0.7 times slower, with window in layers 0",
         OPEN: "undecided, ",
-        (): "no plan; attention takes 67 % of the time, so at most 3.00×",
-        FASTER[:2]: "undecided: 2.1 times faster",
+        (): "no plan meets the target; attention takes 67 % of the time, so the limit is 3.00×",
+        FASTER[:2]: "undecided, 2.1 times faster",
     }
     for tokens, plan in parts:
-        assert f"At {tokens} tokens {outcomes[plan]}" in sentence
+        assert f"At {tokens} tokens: {outcomes[plan]}" in sentence
     assert ("layers.json" in results.files()) == begins.startswith("Faster")
 
 
 @pytest.mark.parametrize(
     ("records", "told"),
     [
-        (of_model(512)[:3], "At 512 tokens not measured to the end"),
-        ([swap("exact", status="skipped", reason="why not")], "At 512 tokens not measured to the end"),
+        (of_model(512)[:3], "At 512 tokens: the measurement is incomplete"),
+        ([swap("exact", status="skipped", reason="why not")], "At 512 tokens: the measurement is incomplete"),
         # Other layers were timed than those that were chosen.
-        ([*of_model(512, FASTER)[:-1], *of_model(512, FASTER, layers=OTHER)[-1:]], "At 512 tokens not timed"),
+        ([*of_model(512, FASTER)[:-1], *of_model(512, FASTER, layers=OTHER)[-1:]], "the plan was not timed"),
         # A bound that is not clearly above one ends a length.
         (
             [*bound(512, (0.5, 1.1, 0.7, 1.2)), swap(UNIFORM_ATTENTION)],
-            "no attention makes the model clearly faster; attention takes 12 % of the time",
+            "no efficient attention can make the model clearly faster; attention takes 12 % of the time",
         ),
     ],
 )

@@ -224,8 +224,8 @@ def swapped(label, distance, seconds=0.01):
 def test_the_sentence_of_a_swap_goes_no_further_than_the_measurements():
     candidates = ("window", "linformer", "performer-positive")
     for seconds, count, claim in (
-        (0.004, 3, "Not measured (2 of 3 candidates): linformer, performer-positive."),
-        (0.01001, 1, "is changed least by window: cosine, mean pool 0.8000, as fast within 10 %"),
+        (0.004, 3, "2 of 3 candidates were not measured: linformer, performer-positive."),
+        (0.01001, 1, "least at 64 tokens: mean pool cosine 0.8000, as fast within 10 %"),
     ):
         records = [*swapped(OWN, None), *swapped("window", 0.2, seconds)]
         (text,) = swap_sentences([*map(Record.of, records)], Settled(candidates=candidates[:count]))

@@ -152,7 +152,7 @@ def test_an_accuracy_is_the_mean_over_seeds_with_their_range():
 def test_the_conclusion_names_what_learned_the_task():
     rows = [*EXACT, *learned("window", (0.5,)), *learned("uniform attention", (0.25,)), *learned("f", (0.6,))]
     (sentence,) = ea.Results(rows, environment={"study": "recall"}).sentences()
-    assert sentence == "Accuracy 0.99 or more, smallest state first: exact (state 336 floats)."
+    assert sentence == "Backends with accuracy ≥ 0.99, smallest state first: exact (state 336 floats)."
 
 
 def test_what_was_trained_in_another_way_is_never_in_one_table():

@@ -28,7 +28,7 @@ from efficient_attn.studies.swap.names import KL
 from efficient_attn.studies.swap.subject import ModelSubject
 
 _SEQ_LENS = (512, 2048, 8192)
-# Lengths of a decoder whose key heads are ranked.
+# Lengths of a decoder whose key/value heads are ranked.
 _DECODER_SEQ_LENS = (4096,)
 
 # Targets with their defaults, nats for divergence and loss; recall is a share of exact attention's.
@@ -50,10 +50,10 @@ class _Setup(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Advise(Study):
-    """Find from which length efficient attention makes a model faster.
+    """Find the sequence length above which a model runs faster.
 
-    As many layers as the target allows get the backend that gains most; the plan is verified on other texts,
-    and written to layers.json for `attach`. Attention without a model: bench.
+    Plans efficient attention in the layers where the error target allows it, verifies speed and error on
+    held-out texts, and writes the plan to layers.json for `attach`. Without a model, use bench.
 
     Example: efficient-attn advise MODEL --text a.txt --text b.txt --budget 5m
     """
@@ -71,16 +71,16 @@ class Advise(Study):
         None, "Sequence lengths in tokens: 512,1k or 256:4096:x2; 512,2048,8192 if omitted."
     )
     min_cosine: float | None = option(
-        None, "Least cosine with the exact output; 0.99 if omitted.", least=0, most=1
+        None, "Min. cosine similarity with the exact output; 0.99 if omitted.", least=0, most=1
     )
     max_kl: float | None = option(
-        None, "Largest divergence of the next token, nats; 0.05 if omitted.", least=0
+        None, "Max. KL divergence of the next token, in nats; 0.05 (per-head plan: 0.01) if omitted.", least=0
     )
     max_loss: float | None = option(
-        None, "Largest loss of a plan of key heads, nats; 0.01 if omitted.", least=0
+        None, "Max. loss increase of a per-head plan, in nats; 0.01 if omitted.", least=0
     )
     min_recall: float | None = option(
-        None, "Least recall of copies, of exact attention; 0.98 if omitted.", least=0, most=1
+        None, "Min. share of exact attention's copy recall; 0.98 if omitted.", least=0, most=1
     )
     options: shared.Settings = shared.settings(free=False)
     dtype: str | None = shared.dtype(

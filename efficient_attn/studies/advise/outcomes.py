@@ -20,7 +20,7 @@ from efficient_attn.studies.swap.view import quantity_words
 # Name of the file that `attach` takes.
 LAYERS = "layers.json"
 
-_UNFINISHED = "not measured to the end"
+_UNFINISHED = "the measurement is incomplete"
 
 
 class Outcome(NamedTuple):
@@ -51,7 +51,7 @@ def outcomes_of(records: Sequence[AdviseRecord], targets: Targets) -> list[Outco
         side, verdict = _verdict(plan, ok, bounds, targets)
         if bound := bounds.pop(UNIFORM_ATTENTION, None):
             share = 100 * max(1 - 1 / (bound.median or 1.0), 0.0)
-            verdict += f"; attention takes {share:.0f} % of the time, so at most {rounded(*bound[:3])}×"
+            verdict += f"; attention takes {share:.0f} % of the time, so the limit is {rounded(*bound[:3])}×"
         verdict += "".join(f"; {label} {compared(speed)}" for label, speed in bounds.items())
         outcomes.append(Outcome(group[0].case.tokens, side, verdict, plan))
     return sorted(outcomes, key=lambda outcome: outcome.tokens)
@@ -74,10 +74,10 @@ def _verdict(
         bound = bounds.get(UNIFORM_ATTENTION)
         if bound is None or bound.low is None or bound.low > 1:
             return None, _UNFINISHED
-        return min(bound.side_of_one, 0), "no attention makes the model clearly faster"
+        return min(bound.side_of_one, 0), "no efficient attention can make the model clearly faster"
     layers = parsed_layers(plan.chosen_layers)
     if layers == {}:
-        return -1, "no plan"
+        return -1, "no plan meets the target"
     if layers is None:
         return None, _UNFINISHED
     if missed := targets.missed(plan):
@@ -86,27 +86,27 @@ def _verdict(
     models = [record for record in times if record.case.backend == OWN]
     planned = [record for record in times if record.case.options == plan.case.options]
     if not (models and planned):
-        return None, "not timed"
+        return None, "the plan was not timed"
     speed = time_ratio(planned[-1], models[-1])
-    open_ = "undecided: " if speed.low is None else ""
+    open_ = "undecided, " if speed.low is None else ""
     return speed.side_of_one, f"{open_}{compared(speed)}, with {_described(plan, layers, records)}"
 
 
 def _described(plan: AdviseRecord, layers: Mapping[int, str], records: Sequence[AdviseRecord]) -> str:
-    """`window in layers 0, 2–5`, or the number of key heads that stream, their loss and their recall."""
+    """`window in layers 0, 2–5`, or the number of key/value heads with a window, their loss and recall."""
     if plan.streaming_heads is None:
         return layers_in_words(layers)
     window, width = plan.case.options.get("window"), WIDTH * (plan.loss_difference_error or 0.0)
     text = (
-        f"{plan.streaming_heads} of {plan.key_heads} key heads streaming (window {window}, ranked by the "
-        f"{plan.ranked_by}): loss {plan.loss_difference:+.4f} ± {width:.4f} nats, recall "
-        f"{100 * relative_recall(plan):.1f} % of exact"
+        f"a sliding window (4 first + {window} last tokens) in {plan.streaming_heads} of {plan.key_heads} "
+        f"key/value heads, ranked by {plan.ranked_by}: loss {plan.loss_difference:+.4f} ± {width:.4f} nats, "
+        f"copy recall {100 * relative_recall(plan):.1f} % of exact"
     )
     for record in records:
         share, exact, error = record.retrieval, record.retrieval_exact, record.retrieval_error
         if record.case.kind == RETRIEVAL and share is not None and exact is not None and error is not None:
-            text += f", {100 * share:.0f} % of planted numbers (the model {100 * exact:.0f} %, "
-            text += f"± {100 * WIDTH * error:.1f})"
+            text += f", {100 * share:.0f} % of planted numbers found (original {100 * exact:.0f} %, "
+            text += f"difference ± {100 * WIDTH * error:.1f})"
     return text
 
 
@@ -115,7 +115,7 @@ def model_sentences(records: Sequence[AdviseRecord], run: Run[AdviseSettled]) ->
     targets = run.settled.target or Targets()
     outcomes = outcomes_of(records, targets)
     faster = [outcome for outcome in outcomes if outcome.side == 1]
-    # A plan pays from the first of the last lengths that all have one.
+    # A plan is faster from the first of the last lengths that all have one.
     lasting = list(takewhile(lambda outcome: outcome.side == 1, reversed(outcomes)))
     settled = ""
     if lasting:
@@ -123,18 +123,18 @@ def model_sentences(records: Sequence[AdviseRecord], run: Run[AdviseSettled]) ->
     elif faster:
         text = f"Faster at {', '.join(str(outcome.tokens) for outcome in faster)} tokens only"
     elif outcomes and all(outcome.side == -1 for outcome in outcomes):
-        text = "Nothing is faster on this machine: stay with exact"
+        text = "No plan is faster on this machine; keep exact attention"
     else:
         text, settled = "Undecided", f" {remedy(run.load)}"
-    verdicts = "".join(f" At {outcome.tokens} tokens {outcome.verdict}." for outcome in outcomes)
+    verdicts = "".join(f" At {outcome.tokens} tokens: {outcome.verdict}." for outcome in outcomes)
     target = quantity_words(targets.quantity, targets.limit)
-    text = f"{text} ({target}).{verdicts}{settled}{skipped_points(records)}"
+    text = f"{text} (target: {target}).{verdicts}{settled}{skipped_points(records)}"
     if not faster or attached_plan(faster[-1]) is None:
         return [text]
     # A model from a file is followed in one call; others are found by their modules.
     called = "sites" in run.settled.model
     code = f'ea.attach(model, "{LAYERS}"{", example=lambda: model(*inputs)" * called})'
-    return [text, f"The plan for {faster[-1].tokens} tokens in Python: {code}"]
+    return [text, f"To use the plan for {faster[-1].tokens} tokens: {code}"]
 
 
 def attached_plan(outcome: Outcome) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from efficient_attn.studies.bench.view import cost_plot
 from efficient_attn.studies.swap.view import tables as swap_tables
 
 # Plans that are verified, in the legend.
-_VERIFIED = {PLAN: "the plan, other texts", RANDOM_HEADS: "random heads, other texts"}
+_VERIFIED = {PLAN: "plan, held-out texts", RANDOM_HEADS: "random heads, held-out texts"}
 
 
 def tables(records: Sequence[AdviseRecord]) -> list[Table]:
@@ -24,7 +24,7 @@ def tables(records: Sequence[AdviseRecord]) -> list[Table]:
 
 
 def plots(records: Sequence[AdviseRecord]) -> dict[str, Plot]:
-    """Times against tokens, or of a plan of key heads its divergence and recall."""
+    """Times against tokens, or divergence and recall of a per-head plan."""
     if streaming := [record for record in records if record.streaming_heads and record.copy_recall_exact]:
         return {"advise": _heads_plot(streaming)}
     times = [record for record in records if record.case.kind == "time" and record.status == "ok"]
@@ -32,24 +32,24 @@ def plots(records: Sequence[AdviseRecord]) -> dict[str, Plot]:
 
 
 def _heads_plot(records: Sequence[AdviseRecord]) -> Plot:
-    """Divergence and recall against the number of streaming heads, at the longest length."""
+    """Divergence and recall against the number of heads with a sliding window, at the longest length."""
     tokens = max(record.case.tokens for record in records)
     longest = [record for record in records if record.case.tokens == tokens]
     lines: dict[str, list[tuple[int, float | None, float]]] = {}
     for record in sorted(longest, key=lambda record: record.streaming_heads or 0):
-        trial = f"by {record.ranked_by or 'rank'}, texts that choose"
+        trial = f"ranked by {record.ranked_by or 'score'}, selection texts"
         point = record.streaming_heads or 0, record.next_token_kl, 100 * relative_recall(record)
         lines.setdefault(_VERIFIED.get(record.case.label, trial), []).append(point)
     styles = line_styles([(label, label) for label in lines])
-    axes = Axis("divergence, nats", "log", show_error), Axis("recall, % of exact")
+    axes = Axis("KL divergence, nats", "log", show_error), Axis("copy recall, % of exact")
     charts = []
     for column, axis in enumerate(axes, start=1):
         series = []
         for label, points in lines.items():
             x, y = tuple(point[0] for point in points), tuple(point[column] for point in points)
             series.append(Series(label, x, y, styles[label]))
-        charts.append(Chart(Axis(f"streaming key heads, of {longest[0].key_heads}"), axis, tuple(series)))
-    title = f"Key heads that stream, {tokens} tokens"
+        charts.append(Chart(Axis(f"windowed key/value heads of {longest[0].key_heads}"), axis, tuple(series)))
+    title = f"Sliding window in part of the key/value heads, {tokens} tokens"
     return Plot(title, setting(longest[0].case), (tuple(charts),))
 
 

@@ -25,9 +25,9 @@ _CLUSTERS = "window-clusters"
 class Recall(Study):
     """Train one block per backend on associative recall.
 
-    Accuracy is compared with exact attention and with uniform attention, which cannot look keys up. Every
-    backend starts from the same weights and sees the same sequences in the same order. Features are drawn
-    once per seed and calibrated once.
+    Accuracy is compared with exact attention and with uniform attention, which cannot look up keys. All
+    backends start from the same weights and see the same sequences in the same order. Random features are
+    drawn once per seed and calibrated once.
 
     Example: efficient-attn recall --causal --backend window,my_file.py:my_attention
     """
@@ -37,9 +37,9 @@ class Recall(Study):
 
     backends: shared.Backends = shared.backends()
     _: KW_ONLY
-    pairs: int = option(64, "Number of key-value tokens; a multiple of 16.")
-    steps: int = option(300, "Training steps of each block.")
-    seeds: int = option(3, "Number of seeds; each is a training of its own.", free=True)
+    pairs: int = option(64, "Key-value pairs per sequence; a multiple of 16.")
+    steps: int = option(300, "Training steps.")
+    seeds: int = option(3, "Training seeds.", free=True)
     sizes: shared.Sizes = shared.sizes((32, 64, 128))
     causal: bool = shared.causal()
     options: shared.Settings = shared.settings()

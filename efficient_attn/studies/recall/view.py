@@ -1,4 +1,4 @@
-"""Recall after training: rows over seeds, as a table, in sentences and as a plot."""
+"""Associative recall after training: rows over seeds, as a table, in sentences and as a plot."""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean
@@ -83,7 +83,7 @@ def _table(contest: Contest) -> Table:
         "state: floats read per query and head.",
         *failure_notes(record for row in contest for record in row.failed),
     )
-    title = f"Recall after training: {heading(contest[0].first.case)}"
+    title = f"Associative recall after training: {heading(contest[0].first.case)}"
     return Table(title, ("backend", "accuracy", "state, floats"), rows, notes).compared(scores=("accuracy",))
 
 
@@ -95,7 +95,8 @@ def sentences(records: Sequence[Record]) -> list[str]:
         learned = sorted(learned, key=lambda row: row.first.floats_read or 0)
         names = ", ".join(f"{row.first.case.label} (state {row.first.floats_read} floats)" for row in learned)
         if any(row.accuracies for row in contest):
-            texts.append(f"Accuracy {_LEARNED:g} or more, smallest state first: {names or 'none'}.")
+            reached = f"Backends with accuracy ≥ {_LEARNED:g}, smallest state first: {names}."
+            texts.append(reached if names else f"No backend reaches an accuracy of {_LEARNED:g}.")
     return texts
 
 
@@ -109,7 +110,7 @@ def plots(records: Sequence[Record]) -> dict[str, Plot]:
     charts = [
         (_chart(contest, head if len(shown) > 1 else ""),) for contest, head in zip(shown, heads, strict=True)
     ]
-    return {"recall": Plot("Accuracy of recall after training", conditions, tuple(charts))}
+    return {"recall": Plot("Associative recall accuracy after training", conditions, tuple(charts))}
 
 
 def _chart(contest: Contest, title: str) -> Chart:
@@ -131,7 +132,7 @@ def _chart(contest: Contest, title: str) -> Chart:
         )
         for name, rows in groups.items()
     ]
-    reads = Axis("state size per query and head, floats read", "log2", "{:.0f}".format)
+    reads = Axis("state per query and head, floats read", "log2", "{:.0f}".format)
     chance = Series("", (), (contest[0].first.chance or 0.0,), UNIFORM_STYLE)
     accuracy = Axis("accuracy after training", limits=(0, 1.04))
     return Chart(reads, accuracy, (chance, *lines), title=title)

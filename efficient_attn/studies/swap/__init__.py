@@ -36,7 +36,7 @@ def text_option() -> Any:
     """Texts that a model reads."""
     return option(
         None,
-        "UTF-8 text, several by repeating it; six shipped ones if omitted.",
+        "UTF-8 text file (repeatable); six shipped texts if omitted.",
         flag="--text",
         metavar="FILE",
         parse=text_files,
@@ -54,11 +54,11 @@ class _Setup(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Swap(Study):
-    """Replace the attention of a model: outputs, time and memory.
+    """Replace a model's attention and compare outputs and costs.
 
-    Encoders are compared by hidden states and embeddings, causal models by next-token distributions, a model
-    from a file by its output. In Python the model may be a pair (model, tokenizer) of a loaded one, or a
-    pair (module, inputs); its attention is restored afterwards.
+    Encoders are compared by hidden states and embeddings, causal models by next-token distributions, and a
+    model from a file by its output. In Python, MODEL may be a pair (model, tokenizer) or (module, inputs);
+    its attention is restored afterwards.
 
     Example: efficient-attn swap MODEL --set window.window=65,129 --by-layer
     """
@@ -71,17 +71,15 @@ class Swap(Study):
     backends: shared.Backends = shared.backends()
     _: KW_ONLY
     texts: Texts | None = text_option()
-    seq_lens: shared.Sizes | None = shared.seq_lens(
-        None, "Tokens of each text: 512,2k; 512, or all that there are, if omitted."
-    )
+    seq_lens: shared.Sizes | None = shared.seq_lens(None, "Tokens per text: 512,2k; at most 512 if omitted.")
     options: shared.Settings = shared.settings()
     draws: int = shared.draws(3)
-    by_layer: bool = option(False, "Each layer replaced alone too.", free=True)
+    by_layer: bool = option(False, "Also replace each layer alone.", free=True)
     save: str | Path | None = option(
-        None, "New file for q, k, v of the layers: mse --inputs.", metavar="FILE.safetensors", free=True
+        None, "Save q, k, v of the layers for mse --inputs.", metavar="FILE.safetensors", free=True
     )
-    layers: Sequence[int] | None = shared.layers("Layers of --by-layer and --save, from 0; all if omitted.")
-    dtype: str | None = shared.dtype(None, "Dtype of the model of a folder; float32 if omitted.")
+    layers: Sequence[int] | None = shared.layers("Layers for --by-layer and --save, from 0; all if omitted.")
+    dtype: str | None = shared.dtype(None, "Dtype of a model loaded from a folder; float32 if omitted.")
     device: str | None = shared.device(None, "cpu")
     threads: int | None = shared.threads()
     rounds: int = shared.rounds()

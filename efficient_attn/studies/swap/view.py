@@ -108,7 +108,7 @@ def tables(records: Sequence[SwapRecord]) -> list[Table]:
 
 
 def sentences(records: Sequence[SwapRecord], settled: Settled) -> list[str]:
-    """The nearest backend to each model."""
+    """Backend with the smallest change of each model."""
     return [sentence for swap in swaps(records) if (sentence := _nearest(swap, settled))]
 
 
@@ -124,9 +124,9 @@ def show_quantity(quantity: str, value: float) -> str:
 
 
 def quantity_words(quantity: str, value: float) -> str:
-    """`divergence 0.71 nats`, `cosine, mean pool 0.95`."""
-    shown = show_quantity(quantity, value)
-    return f"divergence {shown} nats" if quantity == KL else f"{NAMES[quantity]} {shown}"
+    """`KL divergence 0.71 nats`, `mean pool cosine 0.95`."""
+    shown, (name, _, subject) = show_quantity(quantity, value), NAMES[quantity].partition(", ")
+    return f"KL divergence {shown} nats" if quantity == KL else f"{subject} {name} {shown}"
 
 
 def _whole(swap: SwappedModel) -> Table:
@@ -139,8 +139,8 @@ def _whole(swap: SwappedModel) -> Table:
         costs = cost_cells(row.timed, reference, row.peak_bytes)
         rows.append((row.label, *(_cell(row, quantity) for quantity in measured), *costs))
     notes = (
-        f"Attention replaced in all layers without training, against the {ORIGINAL} model. Means over texts "
-        "and draws; intervals: 95 %. Time and memory: one forward pass of the first text.",
+        f"All layers are replaced without training and compared with the {ORIGINAL} model. Values are means "
+        "over texts and draws with 95 % intervals; time and memory are for one forward pass on one text.",
         f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse than {UNIFORM_ATTENTION}.",
         *mark_notes(rows),
         *calibration_note(wholes),
@@ -182,7 +182,7 @@ def _alone(swap: SwappedModel) -> list[Table]:
             rows.append((row.label, *(shown.get(layer, NOT_MEASURED) for layer in layers)))
     columns = ("backend", *(f"layer, {layer}" for layer in layers))
     title = f"One layer replaced, {NAMES[swap.quantity]}: {heading(swap.case)}"
-    return [Table(title, columns, tuple(rows), ("All other layers are exact.",))] if rows else []
+    return [Table(title, columns, tuple(rows), ("All other layers use exact attention.",))] if rows else []
 
 
 def _nearest(swap: SwappedModel, settled: Settled) -> str:
@@ -199,7 +199,7 @@ def _nearest(swap: SwappedModel, settled: Settled) -> str:
     if nearest.timed is not None and swap.reference is not None:
         speed = f", {compared(time_ratio(nearest.timed, swap.reference))}"
     return (
-        f"{swap.case.inputs} at {swap.case.tokens} tokens is changed least by {nearest.label}"
+        f"{nearest.label} changes {swap.case.inputs} least at {swap.case.tokens} tokens"
         f"{' among the candidates measured so far' if left else ''}: "
         f"{quantity_words(swap.quantity, value)}{speed}.{left}"
     )

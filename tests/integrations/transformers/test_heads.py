@@ -1,4 +1,4 @@
-"""Key heads that stream: their rank, the plan that keeps its targets, and recall of copies."""
+"""Heads with a sliding window: their rank, the plan that keeps its targets, and recall of copies."""
 
 import json
 
@@ -145,7 +145,7 @@ def test_advise_ranks_heads_counts_them_and_verifies_the_plan(advised):
     assert plans[1].case.inputs.endswith("held out")
     (planted,) = [record for record in advised.records if record.case.kind == "planted"]
     assert planted.numbers == 16 * 13 and planted.status == "ok"
-    text = "with 1 of 2 key heads streaming (window 512, ranked by the change of outputs): loss"
+    text = "(4 first + 512 last tokens) in 1 of 2 key/value heads, ranked by change of outputs: loss"
     assert text in advised.sentences()[0]
 
 
@@ -197,8 +197,8 @@ def test_a_missed_target_ranks_anew_then_keeps_more_keys(folder, planned, stream
     chosen = json.loads(final.case.options["layers"])
     heads = sorted((int(layer), head) for layer, numbers in chosen.items() for head in numbers)
     assert heads == streamable[window] and f'"window": {window}' in final.attached_layers
-    count = f"{len(heads)} of 6 key heads streaming (window {window}, ranked by the {score}): loss"
-    assert f"2.00 ± 0 times faster, with {count}" in results.sentences()[0]
+    part = f"(4 first + {window} last tokens) in {len(heads)} of 6 key/value heads, ranked by {score}: loss"
+    assert f"2.00 ± 0 times faster, with a sliding window {part}" in results.sentences()[0]
 
 
 def test_a_rank_that_fails_leaves_the_plan_to_the_other_rank(folder, planned, monkeypatch):
@@ -210,7 +210,7 @@ def test_a_rank_that_fails_leaves_the_plan_to_the_other_rank(folder, planned, mo
     results = ea.advise(folder, texts=TEXTS, seq_lens=(TOKENS,))
     ranks = [record.status for record in results.records if record.case.kind == "heads"]
     assert ranks == ["ok", "error"] * 2
-    assert "1 of 6 key heads streaming (window 512, ranked by the change" in results.sentences()[0]
+    assert "512 last tokens) in 1 of 6 key/value heads, ranked by change" in results.sentences()[0]
 
 
 def test_the_file_of_a_plan_is_attached_as_the_plan_was_measured(small, advised, tmp_path):
@@ -238,4 +238,4 @@ def test_heads_are_ranked_only_where_uniform_attention_is_faster(small, advised,
     results = ea.advise(small, texts=TEXTS, **LOOSE)
     assert [record.case.kind for record in results.records] == ["swap", "bound", "bound"]
     (sentence,) = results.sentences()
-    assert "no attention makes the model clearly faster; attention takes 0 % of the time" in sentence
+    assert "can make the model clearly faster; attention takes 0 % of the time" in sentence

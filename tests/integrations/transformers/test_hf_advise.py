@@ -46,7 +46,7 @@ def predict_long(patch, chosen):
 
 def test_the_plan_is_within_the_target_faster_and_told_with_its_layers(advised):
     (sentence, code) = advised.sentences()
-    assert sentence.startswith("Faster from 24 tokens (cosine, mean pool 0.9000). At 24 tokens 2.0")
+    assert sentence.startswith("Faster from 24 tokens (target: mean pool cosine 0.9000). At 24 tokens: 2.0")
     assert "window(window=" in sentence and "in layers 0–2" in sentence
     assert f'ea.attach(model, "{LAYERS}")' in code
     # Slower backends are not tried layer by layer.
@@ -108,7 +108,7 @@ def test_a_failed_backend_is_measured_once_and_a_failed_plan_is_a_record(encoder
     assert [r.case.kind for r in results.records if r.case.backend == "broken"] == ["swap"]
     failed = [r.case.label for r in results.records if r.case.backend == "plan" and r.status == "error"]
     assert failed == ["plan 1"] and not results.files()
-    assert "At 24 tokens not measured to the end" in results.sentences()[0]
+    assert "At 24 tokens: the measurement is incomplete" in results.sentences()[0]
 
 
 def test_what_cannot_be_advised_is_refused(encoder, tmp_path):
@@ -194,7 +194,7 @@ def test_a_plan_of_the_layers_within_the_budget_is_made_anew_by_a_resumed_run(en
         patch.setattr(measure, "cost", interrupted)
         advise(encoder, out=tmp_path, resume=True, budget_s=60.0, **WINDOWS)
     # The folder holds the times of the earlier plan.
-    assert "At 24 tokens not timed" in read(tmp_path).sentences()[0]
+    assert "At 24 tokens: the plan was not timed" in read(tmp_path).sentences()[0]
     ended = advise(encoder, out=tmp_path, resume=True, budget_s=60.0, **WINDOWS)
     assert plans(ended) == plans(whole) and ended.sentences() == whole.sentences()
     assert ended.files() == whole.files()
@@ -205,7 +205,7 @@ def test_a_plan_without_layers_is_no_decision_where_a_budget_left_layers_out(enc
         predict_long(patch, lambda case, rounds: case.layer is not None)
         stopped = advise(encoder, out=tmp_path, budget_s=60.0, **WINDOWS)
     (sentence,) = stopped.sentences()
-    assert "At 24 tokens not measured to the end" in sentence and "stay with exact" not in sentence
+    assert "the measurement is incomplete" in sentence and "keep exact attention" not in sentence
     ended = advise(encoder, out=tmp_path, resume=True, budget_s=60.0, **WINDOWS)
     assert ended.sentences()[0].startswith("Faster from 24")
 
