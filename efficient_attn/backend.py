@@ -59,7 +59,7 @@ class Backend(nn.Module):
         Raises:
             ShapeError: If shapes or devices differ from each other or from the problem.
             DtypeError: If a dtype is unsupported or differs from q's.
-            UnsupportedError: If the inputs need a capability that the backend does not promise.
+            UnsupportedError: If the inputs need a capability that the backend does not declare.
         """
         if unknown:
             raise UnknownNameError("argument of a backend", next(iter(unknown)), ["q", "k", "v", "key_mask"])

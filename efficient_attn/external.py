@@ -209,12 +209,12 @@ def adapt(
         function: f(q, k, v, …), or its address file.py:object.
         signature: "plain" (key_mask=, causal=), "sdpa" (F.scaled_dot_product_attention) or
             "flash-attn" (flash_attn_func).
-        causal: Whether causality is promised.
-        key_mask: Whether key masks are promised.
-        cross: Whether cross-attention is promised, with any number of keys.
-        grouped: Whether the function supports grouped queries. Otherwise key heads are repeated for it.
-        exact: Whether the output is promised to equal softmax attention.
-        backward: Whether gradients are promised.
+        causal: Whether the function is causal.
+        key_mask: Whether it supports key masks.
+        cross: Whether it supports cross-attention, with any number of keys.
+        grouped: Whether the function supports grouped queries. Otherwise key/value heads are repeated for it.
+        exact: Whether the output equals softmax attention.
+        backward: Whether it has gradients.
 
     Raises:
         UnknownNameError: If the signature does not exist.
@@ -261,12 +261,12 @@ def register(
     paper: str | None = None,
     formula: str | None = None,
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Register the decorated function of (q, k, v) as a backend under `name`, with the declared promises.
+    """Register the decorated function of (q, k, v) as a backend under `name`, with these capabilities.
 
     Backends with options, parameters or states are registered by `efficient_attn.registry.register`.
 
     Args:
-        causal, key_mask, cross, exact: Promises, as for `adapt`.
+        causal, key_mask, cross, exact: Capabilities, as for `adapt`.
 
     Raises:
         RuntimeError: If another function or builder has the name.

@@ -12,7 +12,7 @@ ALL_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """Promises of a backend, read by the listing, the docs, the planner and the checks.
+    """Capabilities of a backend, read by the listing, the docs, the planner and the checks.
 
     Attributes:
         causal: Whether causal=True is supported.
@@ -74,7 +74,7 @@ class BackendSpec:
     Attributes:
         options_type: Frozen dataclass whose fields are the options.
         size_option: Option that a sweep of accuracy varies.
-        capabilities: Promises of the backend.
+        capabilities: Declared capabilities.
         builder: Function of (problem, options) that returns a module from (q, k, v, key_mask) to the output.
         operations: Function of (problem, options, tokens, value_dim) that returns the operation counts of one
             head's forward pass, or None where a calibration decides; None: unknown.

@@ -34,7 +34,7 @@ def compared_backends() -> list[str]:
 
 
 def spec(name: str) -> BackendSpec:
-    """Specification of a backend: name, promises and options.
+    """Specification of a backend: name, capabilities and options.
 
     Raises:
         UnknownNameError: If neither the table nor a plug-in has the name.
@@ -72,7 +72,7 @@ def build(
 
     Raises:
         UnknownNameError: If there is no such backend, or it has no such option.
-        UnsupportedError: If the backend does not promise a requested capability.
+        UnsupportedError: If the backend does not declare a requested capability.
         OptionError, DtypeError: If a number or an option is invalid.
     """
     problem = AttentionProblem(
@@ -85,7 +85,7 @@ def build_for(problem: AttentionProblem, name: Any, options: Mapping[str, Any]) 
     """Build a backend for a problem that a model or another backend sets."""
     backend = resolve(name)
     chosen = parse_options(backend, options)
-    _check_promises(backend, problem)
+    _check_capabilities(backend, problem)
     with without_inference_mode():
         return Backend(backend.builder(problem, chosen), backend, problem, chosen)
 
@@ -141,7 +141,7 @@ def parse_options(backend: BackendSpec, options: Mapping[str, Any]) -> Any:
     return backend.options_type(**options)
 
 
-def _check_promises(backend: BackendSpec, problem: AttentionProblem) -> None:
+def _check_capabilities(backend: BackendSpec, problem: AttentionProblem) -> None:
     if problem.causal and not backend.capabilities.causal:
         causal = ", ".join(list_backends(causal=True))
         raise UnsupportedError(f"Backend {backend.name!r} {NOT_CAUSAL}. Causal backends: {causal}.")

@@ -1,4 +1,4 @@
-"""A backend per key head: for example exact for retrieval heads, a window for the others."""
+"""A backend per key/value head: for example exact for retrieval heads, a window for the others."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,22 +24,22 @@ class ByHeadOptions:
     """Options of `by-head`."""
 
     heads: Any = option(  # noqa: RUF009 (constant)
-        None, "Backends of key heads, numbered from 0: {'0,2': ('window', {'window': 513}), '3-5': 'window'}."
+        None, "Backend by key/value head, from 0: {'0,2': ('window', {'window': 513}), '3-5': 'window'}."
     )
     rest: Any = option(  # noqa: RUF009 (constant)
-        "exact", "Backend of the other key heads: a name, or a pair of a name and its options."
+        "exact", "Backend of the other key/value heads: a name, or a pair (name, options)."
     )
 
     def __post_init__(self) -> None:
         if not isinstance(self.heads, Mapping) or not self.heads:
             raise OptionError(
-                "heads maps key heads to backends, such as {'0,2': ('window', {'window': 513})}, "
+                "heads maps key/value heads to backends, such as {'0,2': ('window', {'window': 513})}, "
                 f"not {self.heads!r}."
             )
         groups = {",".join(map(str, _numbers(key))): _entry(value) for key, value in self.heads.items()}
         numbers = [number for key in groups for number in _numbers(key)]
         if len(groups) < len(self.heads) or len({*numbers}) < len(numbers):
-            raise OptionError(f"heads={self.heads!r}: a key head is named twice.")
+            raise OptionError(f"heads={self.heads!r}: a key/value head is named twice.")
         # A plan in a file holds the options as JSON.
         object.__setattr__(self, "heads", groups)
         object.__setattr__(self, "rest", _entry(self.rest))
@@ -64,10 +64,10 @@ def parts_of(options: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class ByHeadAttention(nn.Module):
-    """Calls a backend for each group of key heads and the queries that read them.
+    """Calls a backend for each group of key/value heads and the queries that read them.
 
     Attributes:
-        parts: Backends of the groups; the first serves the key heads that no group names.
+        parts: Backends of the groups; the first serves the key/value heads that no group names.
     """
 
     def __init__(self, parts: list[Backend], groups: list[list[int]]) -> None:
@@ -102,7 +102,7 @@ class ByHeadAttention(nn.Module):
         named = {head for group in self._groups for head in group}
         if max(named) >= kv_heads:
             raise ShapeError(
-                f"heads names key head {max(named)}, and k has {kv_heads} heads, numbered from 0."
+                f"heads names key/value head {max(named)}, and k has {kv_heads} heads, numbered from 0."
             )
         groups = [[head for head in range(kv_heads) if head not in named], *self._groups]
         outputs: list[Tensor] = [q] * kv_heads
@@ -146,8 +146,8 @@ def _take(x: Tensor, heads: list[int], size: int) -> Tensor:
 
 @register(
     NAME,
-    summary="A backend of its own for each key head: heads that stream, and exact ones.",
-    formula="out of head h = out of the backend that `heads` names for its key head, else of `rest`",
+    summary="A backend per key/value head, such as a sliding window in some and exact attention in the rest.",
+    formula="out_h = output of the backend that `heads` names for the key/value head of h, else of `rest`",
     paper="https://arxiv.org/abs/2410.10819",
     options=ByHeadOptions,
     capabilities=Capabilities(causal=True, time_growth=2),

@@ -78,7 +78,7 @@ def check_assignment(assignment: Any, place: str) -> dict[str, dict[str, Any]]:
 
 
 def _entries(layer: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
-    """A layer of an assignment, and the backends of its key heads where they differ."""
+    """A layer of an assignment, and the backends of its key/value heads where they differ."""
     if layer["backend"] != BY_HEAD:
         return [layer]
     with _named_options(BY_HEAD, place):

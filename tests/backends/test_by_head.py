@@ -1,4 +1,4 @@
-"""A backend for each key head: every head is that of its own backend, and the whole keeps all promises."""
+"""A backend for each key/value head: every head computes as its own backend, which the suite checks."""
 
 import re
 from dataclasses import replace
@@ -73,12 +73,12 @@ def test_a_mixture_keeps_the_promises_of_its_parts(rest):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({}, OptionError, "heads maps key heads to backends"),
+        ({}, OptionError, "heads maps key/value heads to backends"),
         ({"heads": {"a": "window"}}, OptionError, "such as '0-5,8', not 'a'"),
-        ({"heads": {"0,1": "window", "1": "exact"}}, OptionError, "a key head is named twice"),
+        ({"heads": {"0,1": "window", "1": "exact"}}, OptionError, "a key/value head is named twice"),
         ({"heads": {"0": ("window", 3)}}, DtypeError, "A backend is a name, or a pair such as"),
         ({"heads": {"0": "by-head"}}, OptionError, "is another backend"),
-        ({"heads": {"3": "window"}}, ShapeError, "heads names key head 3, and k has 3 heads"),
+        ({"heads": {"3": "window"}}, ShapeError, "heads names key/value head 3, and k has 3 heads"),
     ],
 )
 def test_wrong_heads_are_refused(options, error, message):

@@ -338,7 +338,7 @@ def distillation_loss(model: nn.Module, **batch: Any) -> Tensor:
     layers = [module for module in unwrap(model).modules() if hasattr(module, SUBMODULE)]
     students = [getattr(layer, SUBMODULE) for layer in layers]
     if not students:
-        raise UnsupportedError("The model has no backends to teach; attach(model, …) adds them.")
+        raise UnsupportedError("The model has no backends to distil; attach(model, …) adds them.")
     losses = []
 
     def compare(student: Backend, teacher: Any, tensors: Any, options: Any, out: Tensor) -> None:

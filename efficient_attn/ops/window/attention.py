@@ -39,7 +39,7 @@ def window_attention(
     """
     q_tokens, k_tokens = q.shape[-2], k.shape[-2]
     mapped = transformed(q, k, v)
-    # The fused kernel of exact attention has no second derivatives, which the window promises.
+    # The fused kernel of exact attention has no second derivatives, which the window declares.
     tensors = (q, k, v) if first is None else (q, k, v, first.k, first.v)
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if not (mapped or trained or dynamic(k_tokens)) and back >= k_tokens - 1:

@@ -1,4 +1,4 @@
-"""Steps of an advice for a decoder: key heads that stream, ranked, counted by bisection and verified."""
+"""Steps of an advice for a decoder: heads with a sliding window, ranked, bisected and verified."""
 
 import itertools
 import json
@@ -44,10 +44,10 @@ from efficient_attn.studies.swap.model import TextSubject
 from efficient_attn.studies.swap.names import WINDOW
 from efficient_attn.studies.swap.subject import ModelSubject
 
-# What a streaming head may keep, the least first: more is tried where fewer than a third of the heads stream.
+# Windows of a head, the smallest first: the larger one is tried where fewer than a third of the heads fit.
 STREAMING = tuple(Choice(WINDOW, {"window": window, "global_tokens": 4}) for window in (512, 1024))
 
-# Scores by which key heads are ranked, in the words of the verdict: at first, and where that rank fails.
+# Scores that rank the key/value heads, in the words of the verdict: at first, and where that rank fails.
 CHANGE, SECOND_ORDER = "change of outputs", "second-order score"
 
 # Plans that the bisection tries: the count is known to a 32nd of all heads then.
@@ -55,7 +55,7 @@ _TRIALS = 5
 
 
 class HeadPlan(NamedTuple):
-    """Layer and number of key heads that stream, the window that they read, and the score of their rank."""
+    """Layer and number of key/value heads with a sliding window, the window, and the score of their rank."""
 
     heads: Sequence[tuple[int, int]]
     choice: Choice
@@ -68,12 +68,12 @@ class HeadPlan(NamedTuple):
         return {layer: sorted(head for place, head in self.heads if place == layer) for layer in layers}
 
     def saving(self, tokens: int) -> float:
-        """Number of streaming heads, times the share of the keys of a sequence that they do not read."""
+        """Number of windowed heads, times the share of the keys of a sequence that they do not read."""
         return len(self.heads) * max(1 - sum(self.choice.options.values()) / tokens, 0.0) ** 2
 
 
 def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *, rounds: int) -> Points:
-    """Rank the key heads, let as many stream as the targets allow, and verify on held-out texts."""
+    """Rank the key/value heads, window as many as the targets allow, and verify on held-out texts."""
     heads = [(layer, head) for layer in choosing.layers for head in range(_kv_heads(choosing))]
     labels = (f"{PLAN} {number}" for number in itertools.count(1))
     plans: list[HeadPlan] = []
@@ -102,7 +102,7 @@ def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *
 def _counted(
     subject: TextSubject, targets: Targets, choice: Choice, labels: Iterator[str]
 ) -> Generator[Point | list[Point], Any, HeadPlan | None]:
-    """Rank the heads and bisect the number that may stream, or None if a point failed.
+    """Rank the heads and bisect the number that may use a window, or None if a point failed.
 
     Where a third of them misses a target, a second-order score ranks them anew.
     """
@@ -139,7 +139,7 @@ def _rank_point(subject: TextSubject, choice: Choice, score: str) -> Point:
 
 
 def _ranked(record: AdviseRecord, subject: ModelSubject) -> list[tuple[int, int]]:
-    """(layer, key head), the least needed first, or in their order before scores are measured."""
+    """(layer, key/value head), the least needed first, or in their order before scores are measured."""
     if record.head_scores is None:
         return [(layer, head) for layer in subject.layers for head in range(_kv_heads(subject))]
     scores = sorted(json.loads(record.head_scores), key=lambda row: row[2])
@@ -170,7 +170,7 @@ def _variant(label: str, plan: HeadPlan, subject: ModelSubject) -> Variant:
 
 def _planned(subject: TextSubject, label: str, plan: HeadPlan) -> Point:
     """Point of the loss and recall of a plan, or of the decision for no heads."""
-    streaming = {str(layer): f"window in key heads {heads}" for layer, heads in plan.by_layer.items()}
+    streaming = {str(layer): f"window in key/value heads {heads}" for layer, heads in plan.by_layer.items()}
     return plan_point(
         subject,
         _variant(label, plan, subject),
@@ -211,9 +211,9 @@ def _retrieval(case: Case, variant: Variant, subject: TextSubject) -> AdviseReco
 def head_scores(
     model: Any, sites: AttentionSites, texts: Sequence[Tensor], streaming: Choice
 ) -> dict[int, list[float]]:
-    """{layer: score of each key head}, the sum of its shares of the change in text and in copies.
+    """{layer: score of each key/value head}, the sum of its shares of the change in text and in copies.
 
-    The change is the norm of the difference that a key head makes in the output of its layer, after the
+    The change is the norm of the difference that a key/value head makes in the output of its layer, after the
     projection, over the norm of that output: what the residual stream sees. One forward pass per text, with
     exact outputs; scores are changes over the mean change of all heads, added over text and copies.
     """
@@ -234,9 +234,9 @@ def head_scores(
 def second_order_scores(
     model: Any, sites: AttentionSites, texts: Sequence[Tensor], streaming: Choice
 ) -> dict[int, list[float]]:
-    """{layer: score of each key head}, Σ_t (∂L/∂o_t · Δo_t)², by one backward pass per text.
+    """{layer: score of each key/value head}, Σ_t (∂L/∂o_t · Δo_t)², by one backward pass per text.
 
-    L is the mean loss of the next token in text and copies, o_t the output of a key head (of all its query
+    L is the mean loss of the next token in text and copies, o_t the output of a key/value head (all its query
     heads) at token t before the projection, and Δo_t its change. The sum is the empirical Fisher information
     of the change.
     """
@@ -305,7 +305,7 @@ def _recomputed(model: Any, sites: AttentionSites) -> Iterator[None]:
 
 
 def _changes(difference: Tensor, out: Tensor, kv_heads: int, projection: Tensor | None) -> Tensor:
-    """Changes [kv_heads 2] by key head, in the text and in the copies."""
+    """Changes [kv_heads 2] by key/value head, in the text and in the copies."""
     begin = copies_begin(out.shape[2])
     columns: list[Any] = [None] * kv_heads
     if projection is not None:

@@ -3,7 +3,7 @@
 # Kind of the times that bound all gains: of a model with its own attention, and with uniform attention.
 BOUND = "bound"
 
-# Kinds of the rank of key heads and of retrieval, and label of a plan of as many heads drawn by chance.
+# Kinds of the rank of key/value heads and of retrieval, and label of a plan of as many random heads.
 HEADS, RETRIEVAL, RANDOM_HEADS = "heads", "planted", "random heads"
 
 # Label of the windows in place of the model's sliding layers: of the measurement, and in plans.

@@ -12,7 +12,7 @@ _Limit = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Targets(msgspec.Struct, frozen=True):
-    """Largest divergence or distance of a plan, and of key heads largest loss and least recall."""
+    """Limits of a plan: divergence or distance, and for a per-head plan loss and recall."""
 
     quantity: Literal["next_token_kl", "output_distance", "mean_pool_distance"] = "mean_pool_distance"
     limit: _Limit = 0.0

@@ -231,7 +231,7 @@ def texts_of_lengths(
 
 
 def ranks_heads(opened: Opened) -> bool:
-    """Whether the model is a decoder with a head, and layers of several key heads that read all keys."""
+    """Whether the model has a language-model head, and full layers with several key/value heads."""
     sites = sites_of(opened.model)
     first = sites.swapped[0]
     several = first.kind == "full" and (first.num_kv_heads or first.num_heads or 1) > 1
