@@ -15,61 +15,60 @@ _HEAD = """\
 <!-- Written by docs/generate.py from the table of backends; edit the backend or docs/formulas instead. -->
 
 A backend is built by name, `ea.build("window", head_dim=64, window=129)`; on the command line an option is
-set with `--set window.window=129`. Promises are tested; requests beyond them are refused. Time and memory
-grow with the number of tokens n or its square. *Stream*: tokens in parts; *cross*: two sequences. Compiled
-and exported, `bigbird`, `block-topk` and `window-clusters` fix the length, exported on a GPU `window` too;
-the others serve all lengths.
+set with `--set window.window=129`. Capabilities are tested, and `build` refuses requests beyond them. Time and
+memory grow with the sequence length n or its square. When compiled or exported, `bigbird`, `block-topk` and
+`window-clusters` are fixed to one sequence length; so is `window` when exported on a GPU.
 
 q is [batch, heads, q_tokens, head_dim], k and v are [batch, kv_heads, k_tokens, …]; $s$ is the factor on q·k.
 """
 
-# What each promise means in a heading of the table.
-_PROMISES = {
+# Headings of the table.
+_CAPABILITIES = {
     "causal": "causal",
-    "streaming": "stream",
+    "streaming": "incremental decoding",
     "key_mask": "key masks",
-    "cross": "cross",
+    "cross": "cross-attention",
     "exact": "exact",
     "nonnegative": "weights ≥ 0",
     "averages": "weights sum to 1",
     "compile": "torch.compile",
     "second_derivatives": "second derivatives",
-    "sharded": "sequences over several processes",
+    "sharded": "sequence parallelism",
     "needs_max_tokens": "needs `max_tokens`",
     "needs_calibration": "needs calibration",
-    "approximates_softmax": "near softmax",
+    "approximates_softmax": "approximates softmax",
 }
-# Promises of at most so many backends, or of all but so many, are sentences, no columns.
+# Capabilities of at most so many backends, or of all but so many, are sentences, no columns.
 _RARE = 3
 _SWEPT = " `mse` varies it."
 
 
 def page() -> str:
-    """The whole page: a table of promises, then a section per backend of this package."""
+    """The whole page: a table of capabilities, then a section per backend of this package."""
     specs = [spec(name) for name in list_backends()]
     shipped = [spec for spec in specs if spec.builder.__module__.startswith("efficient_attn.backends.")]
     return "\n".join(
-        [_HEAD, *promises(shipped), "", *dtypes(shipped), "", *(section(spec) for spec in shipped)]
+        [_HEAD, *capabilities(shipped), "", *dtypes(shipped), "", *(section(spec) for spec in shipped)]
     )
 
 
-def promises(specs: list[BackendSpec]) -> list[str]:
-    """Promises of nearly all and of few backends, then one row per backend with the others."""
+def capabilities(specs: list[BackendSpec]) -> list[str]:
+    """Capabilities of nearly all and of few backends, then one row per backend with the others."""
     holders = {
-        promise: [about for about in specs if getattr(about.capabilities, promise)] for promise in _PROMISES
+        name: [about for about in specs if getattr(about.capabilities, name)] for name in _CAPABILITIES
     }
-    shared = [_PROMISES[promise] for promise, members in holders.items() if len(members) == len(specs)]
+    shared = [_CAPABILITIES[name] for name, members in holders.items() if len(members) == len(specs)]
     lines = [f"- All backends: {', '.join(shared)}."]
-    for promise, members in holders.items():
+    for name, members in holders.items():
         if len(members) <= _RARE:
             lines.append(
-                f"- {_PROMISES[promise].capitalize()}: {', '.join(f'`{about.name}`' for about in members)}."
+                f"- {_CAPABILITIES[name].capitalize()}: {', '.join(f'`{about.name}`' for about in members)}."
             )
-    # Promises that the same backends keep share a sentence or a column.
+    # Capabilities of the same backends share a sentence or a column.
     columns: dict[tuple[str, ...], list[str]] = {}
-    for promise, members in holders.items():
+    for name, members in holders.items():
         if _RARE < len(members) < len(specs):
-            columns.setdefault(tuple(about.name for about in members), []).append(_PROMISES[promise])
+            columns.setdefault(tuple(about.name for about in members), []).append(_CAPABILITIES[name])
     for names in [names for names in columns if len(names) >= len(specs) - _RARE]:
         missing = ", ".join(f"`{about.name}`" for about in specs if about.name not in names)
         lines.insert(1, f"- All but {missing}: {', '.join(columns.pop(names))}.")
