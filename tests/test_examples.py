@@ -109,7 +109,7 @@ def test_the_page_has_a_row_with_the_verdict_of_every_claim(name: str) -> None:
     ("answers", "expected"),
     [
         ({"a": True, "b": None}, "holds; undecided at b"),
-        ({"a": True, "b": False, "c": None}, "turns round at b"),
+        ({"a": True, "b": False, "c": None}, "depends: fails at b"),
         ({"a": False, "b": False}, "does not hold"),
         ({}, "undecided"),
     ],

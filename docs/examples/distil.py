@@ -1,4 +1,4 @@
-"""Teach a backend the attention of a Hugging Face model on your texts, then optionally add LoRA.
+"""Distil the attention of a Hugging Face model into a backend on your texts, then optionally add LoRA.
 
     python docs/examples/distil.py MODEL_FOLDER --text a.txt b.txt --out distilled
     python docs/examples/distil.py MODEL_FOLDER --text a.txt --lora 8
@@ -52,7 +52,7 @@ def main() -> None:
         model.save_pretrained(args.out)
 
     rises = all(before < after for before, after in itertools.pairwise(cosines))
-    print(f"claim: training brings {args.backend} nearer to the model's own attention, on held-out windows")
+    print(f"claim: distillation brings {args.backend} closer to exact attention on held-out windows")
     print(f"figure: cosine of mean-pooled hidden states {' → '.join(f'{cosine:.3f}' for cosine in cosines)}")
     print(f"verdict: {'holds' if rises else 'does not hold'}")
 
@@ -151,16 +151,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("model", nargs="?", type=Path, help="Folder of a Hugging Face encoder or decoder.")
     parser.add_argument("--text", nargs="+", type=Path, default=[], help="Text files.")
     parser.add_argument("--backend", default="linear-hedgehog", help="Backend with parameters.")
-    parser.add_argument("--options", type=json.loads, default={}, help='As JSON: {"rank": 64}.')
-    parser.add_argument("--seq-len", type=int, default=256, help="Tokens of a window.")
-    parser.add_argument("--held-out", type=int, default=2, help="Windows at the end, to measure on.")
-    parser.add_argument("--steps", type=int, default=300, help="Training steps, of LoRA too.")
-    parser.add_argument("--batch", type=int, default=2, help="Windows of a step.")
-    parser.add_argument("--learning-rate", type=float, default=0.1, help="Peak rate; linformer wants 0.001.")
+    parser.add_argument("--options", type=json.loads, default={}, help='Backend options as JSON: {"rank": 64}.')
+    parser.add_argument("--seq-len", type=int, default=256, help="Tokens per window.")
+    parser.add_argument("--held-out", type=int, default=2, help="Number of held-out windows at the end.")
+    parser.add_argument("--steps", type=int, default=300, help="Training steps, also of LoRA.")
+    parser.add_argument("--batch", type=int, default=2, help="Windows per step.")
+    parser.add_argument("--learning-rate", type=float, default=0.1, help="Peak learning rate; 0.001 for linformer.")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="Rank of LoRA; 0: none.")
-    parser.add_argument("--lora-learning-rate", type=float, default=0.001, help="Peak rate of LoRA.")
+    parser.add_argument("--lora-learning-rate", type=float, default=0.001, help="Peak learning rate of LoRA.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="Folder of the trained model.")
+    parser.add_argument("--out", type=Path, help="Output folder.")
     parser.add_argument("--quick", action="store_true", help="A tiny random model, 30 steps.")
     args = parser.parse_args()
     if args.quick:

@@ -55,7 +55,7 @@ class Interval(NamedTuple):
 def parse_arguments(description: str | None) -> argparse.Namespace:
     """Parse `--quick` and `--out`, start the clock and run torch on one thread."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="small sizes, a test of function only")
+    parser.add_argument("--quick", action="store_true", help="small sizes, only to test that the script runs")
     parser.add_argument("--out", type=Path, help="folder of the JSON file and the plot")
     arguments = parser.parse_args()
     arguments.out = arguments.out or _ROOT / ("runs" if arguments.quick else "results") / "papers"
@@ -91,7 +91,7 @@ def verdict(answers: Mapping[str, bool | None]) -> str:
     if len(wrong) == len(answers):
         return FAILS
     if wrong:
-        return f"turns round at {', '.join(wrong)}"
+        return f"depends: fails at {', '.join(wrong)}"
     open_places = [place for place in answers if place not in decided]
     return f"{HOLDS}; undecided at {', '.join(open_places)}" if open_places else HOLDS
 

@@ -87,7 +87,7 @@ def better(statement: str, level: float) -> Claim:
     wins, clear = sum(a is True for a in answers.values()), sum(a is not None for a in answers.values())
     lost = {norm: angle for (norm, angle), answer in answers.items() if answer is False}
     where = ", ".join(f"{angle}° at norm {norm:g}" for norm, angle in lost.items())
-    outcome = f"turns round up to {where}" if wins and lost else HOLDS if wins else FAILS
+    outcome = f"depends: fails up to {where}" if wins and lost else HOLDS if wins else FAILS
     return Claim(statement, f"at {wins} of {clear} pairs with a clear difference", outcome)
 
 
