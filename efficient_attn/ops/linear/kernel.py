@@ -41,7 +41,7 @@ def kernel_ratios(inputs: LinearInputs) -> Tensor:
 def denominators(inputs: LinearInputs, *, causal: bool) -> Tensor:
     """Σ_j φ(q)·φ(k_j) over the largest visible exp(log_scale_j), [batch heads q_tokens].
 
-    The query's own scale, common to its row, is omitted. Fully-masked rows give 0.
+    The query's own scale, common to its row, is omitted. Fully masked rows give 0.
     """
     # Values of width zero, since only the sum of the features is needed.
     bare = inputs._replace(v=inputs.k[..., :0])

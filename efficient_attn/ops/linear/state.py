@@ -121,12 +121,12 @@ def query_weights(queries: Features, reference: Tensor) -> tuple[Tensor, Tensor]
 
 
 def divide(sums: Tensor, seen: Tensor) -> Tensor:
-    """Numerators over the denominator in the last column, with zeros for a fully-masked row."""
+    """Numerators over the denominator in the last column, with zeros for a fully masked row."""
     return torch.where(seen, sums[..., :-1] / torch.where(seen, sums[..., -1:], 1.0), 0.0)
 
 
 def log_sum(sums: Tensor, reference: Tensor, seen: Tensor) -> Tensor:
-    """Logarithm of the absolute row denominators at a reference, +inf for a fully-masked row."""
+    """Logarithm of the absolute row denominators at a reference, +inf for a fully masked row."""
     return (reference + sums[..., -1:].detach().abs().log()).masked_fill(~seen, torch.inf)
 
 

@@ -31,7 +31,7 @@ def flash_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: floa
         scale: Positive factor on the scores.
 
     Returns:
-        [batch heads rows dim] and [batch heads rows]; both are 0 for a fully-masked row.
+        [batch heads rows dim] and [batch heads rows]; both are 0 for a fully masked row.
     """
     if bias is not None:
         # The kernel reinterprets a bias of another dtype as the dtype of the scores.

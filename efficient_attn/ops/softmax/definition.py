@@ -23,11 +23,11 @@ def visible_keys(q: Queries, k: Keys, *, causal: bool, key_mask: KeyMask | None)
 
 
 def softmax_over(scores: Tensor, visible: Tensor | None) -> Tensor:
-    """Softmax over the visible entries of the last axis. A fully-masked row gets zeros."""
+    """Softmax over the visible entries of the last axis. A fully masked row gets zeros."""
     if visible is None:
         return scores.softmax(dim=-1)
     fully_masked = ~visible.any(dim=-1, keepdim=True)
-    # A fully-masked row first gets a softmax over all entries, so that no NaN ever exists.
+    # A fully masked row first gets a softmax over all entries, so that no NaN ever exists.
     scores = scores.masked_fill(~(visible | fully_masked), -torch.inf)
     return scores.softmax(dim=-1).masked_fill(fully_masked, 0.0)
 

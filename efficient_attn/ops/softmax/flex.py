@@ -57,7 +57,7 @@ def flex_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tu
         scale: Positive factor on the scores.
 
     Returns:
-        [batch heads rows value_dim] in the dtype of q, and float32 [batch heads rows]. A fully-masked row has
+        [batch heads rows value_dim] in the dtype of q, and float32 [batch heads rows]. A fully masked row has
         the mean of all values and −1e30.
 
     Raises:

@@ -158,9 +158,9 @@ def _bias(rows: slice, end: int, q: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def _without_fully_masked(visible: Tensor, key_mask: Tensor) -> Tensor:
-    """The mask, with masked keys visible to fully-masked rows, whose output is then a mean of zeros.
+    """The mask, with masked keys visible to fully masked rows, whose output is then a mean of zeros.
 
-    Kernels of different devices return different outputs for a fully-masked row.
+    Kernels of different devices return different outputs for a fully masked row.
     """
     fully_masked = ~visible.any(dim=-1, keepdim=True)
     return visible | (fully_masked & ~key_mask[:, None, None, :])
