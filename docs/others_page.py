@@ -31,7 +31,7 @@ NOT_ASKED = {
     "a_window_reads_its_neighbourhood",
 }
 
-# Kept by the shell that this toolkit puts around every backend, whatever is inside.
+# Tests of the interface that this toolkit adds to every backend.
 OURS = {
     "empty_inputs_give_empty_outputs",
     "what_is_not_promised_is_refused",
@@ -40,9 +40,9 @@ OURS = {
 
 
 def findings(name: str) -> list[dict[str, Any]]:
-    """What the suite finds about a package, promise by promise.
+    """Outcome of each test on a package.
 
-    A promise is "not offered" where the package has no argument for it, or refuses the input by an error.
+    A test is "not offered" where the package has no argument for it, or refuses the input by an error.
     """
     package = others.PACKAGES[name]
     if version(name) != others.PINNED[name]:
@@ -78,7 +78,7 @@ def page(results: dict[str, Any]) -> str:
     parts += [_table(["", *names], [_counts(outcome, packages) for outcome in (KEPT, BROKEN, NOT_OFFERED)])]
     rows = zip(*packages.values(), strict=True)
     outcomes = [[row[0]["promise"], *(record["outcome"] for record in row)] for row in rows]
-    parts += ["## Promise by promise", _table(["promise", *names], outcomes)]
+    parts += ["## All tests", _table(["test", *names], outcomes)]
     for name, title in zip(packages, names, strict=True):
         parts += [f"## {title}", "The adapter:", _code(others.PACKAGES[name].adapter)]
         parts += [
@@ -94,21 +94,21 @@ INTRODUCTION = """# Other packages, checked
 
 <!-- Written by `python docs/others_page.py`; do not edit. -->
 
-Findings of the conformance suite (`efficient-attn check`,
-[promises](../../docs/new-attention.md#checked-promises)) about attention in three other packages, each at
-one version, through the adapters shown below. The promises are this project's, and none of the packages
-made them: a broken one marks a difference to expect when results are compared or code is moved, with the
-smallest input of the suite that shows it. "Not offered" covers missing arguments, inputs refused by an
-error, and promises without a suitable input. Promises of exact attention, which none of the three is, are
-omitted, and so are promises kept by the shell around every backend: empty inputs, messages, autocast.
+These are results of the conformance suite (`efficient-attn check`,
+[tests](../../docs/new-attention.md#checked-promises)) on attention in three other packages, each at one
+version, through the adapters shown below. The requirements are this project's, and none of the packages
+claims to meet them: a broken test marks a difference to expect when you compare results or move code, with
+the smallest failing input of the suite. "Not offered" covers missing arguments, refused inputs, and tests
+without a suitable input. Tests of exact attention, which none of the three computes, are omitted, and so are
+tests of the interface that this project adds to every backend: empty inputs, messages, autocast.
 
-Errors below twice their bound are given with their excess: so narrow a finding could change with other
-seeds. Isotropy allows 4.5 standard errors of 150 draws; the limit of many features allows ten times the
-error with 64 features, scaled by 1/√size.
+Errors below twice their bound are listed with their excess, since they could pass with other seeds. Isotropy
+allows 4.5 standard errors of 150 draws; the limit of many features allows ten times the error with 64
+features, scaled by 1/√size.
 
-Found on {date} with Python {python} and torch {torch}, on the CPU, by `python docs/others_page.py`;
-`docs/others.py` lists the packages to install. Checks of one question were merged afterwards: each merged
-check has the worst outcome of its parts."""
+The suite ran on {date} with Python {python} and torch {torch}, on the CPU, by `python docs/others_page.py`;
+`docs/others.py` lists the packages to install. Some tests were merged afterwards: a merged test has the worst
+outcome of its parts."""
 
 
 def _counts(outcome: str, packages: dict[str, Any]) -> list[str]:
