@@ -128,7 +128,7 @@ def test_an_interrupted_run_names_what_was_not_tried_and_resumes(name, monkeypat
     file = Path("out/records.jsonl")
     kept = file.read_bytes()
     assert (code, Path(out.splitlines()[-1]).parts[0]) == (130, "out")
-    assert "points not measured" in err and kept.endswith(b"\n")
+    assert "points were not measured" in err and kept.endswith(b"\n")
     assert command(name, "--out", "out", "--resume")[0] == 0  # With the options that it stored.
     assert file.read_bytes().startswith(kept)
     assert run(name, "--out", "whole")[0] == 0
