@@ -16,8 +16,8 @@ _HEAD = """\
 
 A backend is built by name, `ea.build("window", head_dim=64, window=129)`; on the command line an option is
 set with `--set window.window=129`. Capabilities are tested, and `build` refuses requests beyond them. Time
-and memory grow with the sequence length n or its square. When compiled or exported, `bigbird`, `block-topk` and
-`window-clusters` are fixed to one sequence length; so is `window` when exported on a GPU.
+and memory grow with the sequence length n or its square. When compiled or exported, `bigbird`, `block-topk`
+and `window-clusters` are fixed to one sequence length; so is `window` when exported on a GPU.
 
 q is [batch, heads, q_tokens, head_dim], k and v are [batch, kv_heads, k_tokens, …]; $s$ is the factor on q·k.
 """
