@@ -8,35 +8,21 @@ from typing import NamedTuple
 
 
 class MatMul(NamedTuple):
-    """A matrix product of one head's forward pass, with the functions applied to its result.
+    """A matrix product of one head's forward pass.
 
     Attributes:
         multiply_adds: Multiplications of the product.
-        exponentials: Number of values of exp, cos and sin.
         gradients: Number of factors with a gradient; each is a product of the same size.
-        stored: Numbers stored for a later product: a score matrix, projected keys, a state.
         shared: Whether a group of query heads shares the product.
     """
 
     multiply_adds: int
-    exponentials: int = 0
     gradients: int = 2
-    stored: int = 0
     shared: bool = False
 
 
-class OperationCounts(NamedTuple):
-    """Operations of a backend for one head, forward.
-
-    Attributes:
-        matmuls: Matrix products.
-        learned: Number of parameters read, by all heads together.
-        drawn: Number of constants read, without a gradient, by all heads together.
-    """
-
-    matmuls: tuple[MatMul, ...]
-    learned: int = 0
-    drawn: int = 0
+# Matrix products of a backend for one head, forward.
+MatMuls = tuple[MatMul, ...]
 
 
 def visible_pairs(tokens: int, *, back: int, ahead: int) -> int:
@@ -50,6 +36,6 @@ def visible_pairs(tokens: int, *, back: int, ahead: int) -> int:
     return tokens + sum(tokens * side - side * (side + 1) // 2 for side in sides)
 
 
-def softmax_matmuls(pairs: int, head_dim: int, value_dim: int) -> tuple[MatMul, ...]:
-    """Products for the scores and the weighted values of `pairs` pairs, with one exponential per pair."""
-    return MatMul(pairs * head_dim, exponentials=pairs), MatMul(pairs * value_dim)
+def softmax_matmuls(pairs: int, head_dim: int, value_dim: int) -> MatMuls:
+    """Products for the scores and the weighted values of `pairs` pairs."""
+    return MatMul(pairs * head_dim), MatMul(pairs * value_dim)

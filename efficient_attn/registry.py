@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import DtypeError
-from efficient_attn.operation_counts import OperationCounts
+from efficient_attn.operation_counts import MatMuls
 
 ALL_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -76,7 +76,7 @@ class BackendSpec:
         size_option: Option that a sweep of accuracy varies.
         capabilities: Declared capabilities.
         builder: Function of (problem, options) that returns a module from (q, k, v, key_mask) to the output.
-        operations: Function of (problem, options, tokens, value_dim) that returns the operation counts of one
+        operations: Function of (problem, options, tokens, value_dim) that returns the matrix products of one
             head's forward pass, or None where a calibration decides; None: unknown.
         paper: Address of the paper.
         formula: Definition in one line of text. `efficient_attn.ops.naive` holds all definitions as code.
@@ -94,7 +94,7 @@ class BackendSpec:
     capabilities: Capabilities
     builder: Callable[[Any, Any], Any]
     size_option: str | None = None
-    operations: Callable[[Any, Any, int, int], OperationCounts | None] | None = None
+    operations: Callable[[Any, Any, int, int], MatMuls | None] | None = None
     paper: str | None = None
     formula: str | None = None
     also: tuple[Mapping[str, Any], ...] = ()
@@ -140,7 +140,7 @@ def register(
     size_option: str | None = None,
     paper: str | None = None,
     formula: str | None = None,
-    operations: Callable[[Any, Any, int, int], OperationCounts | None] | None = None,
+    operations: Callable[[Any, Any, int, int], MatMuls | None] | None = None,
     also: tuple[Mapping[str, Any], ...] = (),
     composed: bool = False,
     compared: bool = True,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError
-from efficient_attn.operation_counts import OperationCounts, softmax_matmuls
+from efficient_attn.operation_counts import MatMuls, softmax_matmuls
 from efficient_attn.ops.blocks import Blocks, Pattern, block_attention, keys_read
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
 from efficient_attn.options import option, whole_number
@@ -103,9 +103,7 @@ def _mixed(x: Any) -> Any:
     return x
 
 
-def operations(
-    problem: AttentionProblem, options: BigBirdOptions, tokens: int, value_dim: int
-) -> OperationCounts:
+def operations(problem: AttentionProblem, options: BigBirdOptions, tokens: int, value_dim: int) -> MatMuls:
     """Products of every query with the keys of its blocks. Random blocks count as full."""
     size, total, pairs = options.block, -(-tokens // options.block), 0
     for number in range(total):
@@ -116,7 +114,7 @@ def operations(
             pairs += rows * tokens
         else:
             pairs += rows * min(options.most * size, tokens)
-    return OperationCounts(softmax_matmuls(pairs, problem.head_dim, value_dim))
+    return softmax_matmuls(pairs, problem.head_dim, value_dim)
 
 
 @register(

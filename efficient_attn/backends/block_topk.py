@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
+from efficient_attn.operation_counts import MatMul, MatMuls, softmax_matmuls
 from efficient_attn.ops.blocks import Blocks, Pattern, Sums, block_attention, block_sums, keys_read
 from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
@@ -112,9 +112,7 @@ class BlockTopK(nn.Module):
         return torch.cat([always.expand(*read.shape[:3], -1), read], dim=3)
 
 
-def operations(
-    problem: AttentionProblem, options: BlockTopKOptions, tokens: int, value_dim: int
-) -> OperationCounts:
+def operations(problem: AttentionProblem, options: BlockTopKOptions, tokens: int, value_dim: int) -> MatMuls:
     """Products of mean queries with mean keys, and of every query with the keys of its blocks."""
     size, total, pairs = options.block, -(-tokens // options.block), 0
     for number in range(total):
@@ -124,7 +122,7 @@ def operations(
         else:
             pairs += rows * min((options.blocks + 1) * size, tokens)
     choice = MatMul(total * total * problem.head_dim, gradients=0)
-    return OperationCounts((choice, *softmax_matmuls(pairs, problem.head_dim, value_dim)))
+    return (choice, *softmax_matmuls(pairs, problem.head_dim, value_dim))
 
 
 @register(

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
+from efficient_attn.operation_counts import MatMuls, softmax_matmuls, visible_pairs
 from efficient_attn.ops.softmax.definition import apply_weights, softmax_weights
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
@@ -42,18 +42,10 @@ class DenseOptions:
 
 def operations(
     problem: AttentionProblem, options: ExactOptions | DenseOptions, tokens: int, value_dim: int
-) -> OperationCounts:
+) -> MatMuls:
     """Products of every query with every key or, if causal, with the keys up to its own position."""
     pairs = visible_pairs(tokens, back=tokens - 1, ahead=0 if problem.causal else tokens - 1)
-    return OperationCounts(softmax_matmuls(pairs, problem.head_dim, value_dim))
-
-
-def dense_operations(
-    problem: AttentionProblem, options: DenseOptions, tokens: int, value_dim: int
-) -> OperationCounts:
-    """Products of the fused kernel, with all scores in memory."""
-    scores, reading = operations(problem, options, tokens, value_dim).matmuls
-    return OperationCounts((scores._replace(stored=tokens**2), reading))
+    return softmax_matmuls(pairs, problem.head_dim, value_dim)
 
 
 @register(
@@ -105,7 +97,7 @@ class FusedAttention(nn.Module):
     capabilities=Capabilities(
         causal=True, exact=True, second_derivatives=True, sharded="keys", time_growth=2, memory_growth=2
     ),
-    operations=dense_operations,
+    operations=operations,
 )
 class DenseAttention(nn.Module):
     """softmax(scale · q kᵀ) v by its definition, with O(tokens²) memory."""

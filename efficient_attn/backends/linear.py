@@ -11,7 +11,7 @@ from efficient_attn.backends.linear_attention import (
     RandomFeatures,
     linear_operations,
 )
-from efficient_attn.operation_counts import MatMul, OperationCounts
+from efficient_attn.operation_counts import MatMul, MatMuls
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, NoOptions, register
 
@@ -71,17 +71,17 @@ def build_taylor_2(problem: AttentionProblem, options: NoOptions) -> LinearAtten
 
 def hedgehog_operations(
     problem: AttentionProblem, options: NoOptions, tokens: int, value_dim: int
-) -> OperationCounts:
+) -> MatMuls:
     """Products of W with queries and keys, then linear attention with 2·head_dim features."""
     dim, heads = problem.head_dim, problem.num_heads
     doubled = replace(problem, head_dim=2 * dim)
-    linear = linear_operations("exponential", doubled, options, tokens, value_dim).matmuls
-    mapped = MatMul(tokens * dim * dim, exponentials=2 * tokens * dim)
+    linear = linear_operations("exponential", doubled, options, tokens, value_dim)
+    mapped = MatMul(tokens * dim * dim)
     matmuls = (mapped, mapped._replace(shared=True), *linear)
     if heads is not None:
         # Every query head has a key map of its own, so a group of heads shares no product.
         matmuls = tuple(matmul._replace(shared=False) for matmul in matmuls)
-    return OperationCounts(matmuls, learned=2 * (heads or 1) * dim * (dim + 1))
+    return matmuls
 
 
 @register(

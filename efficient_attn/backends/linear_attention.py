@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.errors import CalibrationError, OptionError, ShapeError, UnsupportedError
-from efficient_attn.operation_counts import MatMul, OperationCounts, visible_pairs
+from efficient_attn.operation_counts import MatMul, MatMuls, visible_pairs
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, without_inference_mode, zero_masked
 from efficient_attn.ops.grouped_queries import unfold
 from efficient_attn.ops.linear import causal_exponential, scaled_chunks
@@ -31,7 +31,6 @@ from efficient_attn.options import one_of, option, whole_number
 from efficient_attn.problem import AttentionProblem, positive_count
 
 _ALL = slice(None)
-_WITHOUT_EXPONENTIALS = ("relu", "taylor-1", "taylor-2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,21 +339,20 @@ def linear_operations(
     options: object,
     tokens: int,
     value_dim: int,
-) -> OperationCounts:
+) -> MatMuls:
     """Products for features, state and output and, if causal, for the pairs of tokens within a chunk."""
     directions = 0
     if isinstance(options, RandomFeatureOptions):
         directions = options.num_features // MAPS[kind].per_direction
     features = MAPS[kind].num_features(directions, problem.head_dim)
     projected, entries = tokens * directions * problem.head_dim, tokens * features
-    exponentials = 0 if kind in _WITHOUT_EXPONENTIALS else entries
     steps = [
         # Directions are random, so only the tokens' side of these products has a gradient.
-        MatMul(projected, exponentials=exponentials, gradients=1),
-        MatMul(projected, exponentials=exponentials, gradients=1, shared=True),
-        MatMul(entries * value_dim, stored=features * value_dim, shared=True),
+        MatMul(projected, gradients=1),
+        MatMul(projected, gradients=1, shared=True),
+        MatMul(entries * value_dim, shared=True),
         # The denominator is a product with ones, which have no gradient.
-        MatMul(entries, gradients=1, stored=features, shared=True),
+        MatMul(entries, gradients=1, shared=True),
         MatMul(entries * (value_dim + 1)),
     ]
     if problem.causal:
@@ -363,4 +361,4 @@ def linear_operations(
         pairs = chunks * visible_pairs(algorithm.CHUNK, back=algorithm.CHUNK, ahead=0)
         pairs += visible_pairs(rest, back=rest, ahead=0)
         steps += [MatMul(pairs * features), MatMul(pairs * value_dim), MatMul(pairs, gradients=1)]
-    return OperationCounts(tuple(steps), drawn=directions * problem.head_dim)
+    return tuple(steps)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError
-from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
+from efficient_attn.operation_counts import MatMul, MatMuls, softmax_matmuls
 from efficient_attn.ops.linformer import linformer_attention
 from efficient_attn.options import one_of, option
 from efficient_attn.problem import AttentionProblem, positive_count
@@ -79,21 +79,11 @@ def _initial(options: LinformerOptions, max_tokens: int, heads: int | None, *, s
     return means.expand(shape).clone(memory_format=torch.contiguous_format)
 
 
-def operations(
-    problem: AttentionProblem, options: LinformerOptions, tokens: int, value_dim: int
-) -> OperationCounts:
+def operations(problem: AttentionProblem, options: LinformerOptions, tokens: int, value_dim: int) -> MatMuls:
     """Products of the projections, then of every query with every projected key."""
     pairs, per_head = tokens * options.rank, options.sharing == "none"
-    mixings = (
-        MatMul(pairs * dim, stored=options.rank * dim, shared=not per_head)
-        for dim in (problem.head_dim, value_dim)
-    )
-    pairs_of_projections = (problem.num_heads or 1) if per_head else 1
-    projection = options.rank * (problem.max_tokens or tokens)
-    return OperationCounts(
-        (*mixings, *softmax_matmuls(pairs, problem.head_dim, value_dim)),
-        learned=projection * pairs_of_projections * (1 if options.sharing in ("key-value", "layers") else 2),
-    )
+    mixings = (MatMul(pairs * dim, shared=not per_head) for dim in (problem.head_dim, value_dim))
+    return *mixings, *softmax_matmuls(pairs, problem.head_dim, value_dim)
 
 
 @register(

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
+from efficient_attn.operation_counts import MatMul, MatMuls, softmax_matmuls
 from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.paths import dynamic
 from efficient_attn.ops.softmax.fused import fused_attention
@@ -86,18 +86,14 @@ def pseudo_inverse(x: Tensor, iterations: int) -> Tensor:
     return z
 
 
-def operations(
-    problem: AttentionProblem, options: NystromOptions, tokens: int, value_dim: int
-) -> OperationCounts:
+def operations(problem: AttentionProblem, options: NystromOptions, tokens: int, value_dim: int) -> MatMuls:
     """Products of the means, of all tokens with the landmarks, and of the pseudo-inverse."""
     dim, few = problem.head_dim, min(options.landmarks, tokens)
-    means = (
-        MatMul(few * tokens * dim, gradients=1, stored=few * dim, shared=shared) for shared in (False, True)
-    )
+    means = (MatMul(few * tokens * dim, gradients=1, shared=shared) for shared in (False, True))
     reads = 2 * softmax_matmuls(few * tokens, dim, value_dim)
     iterations = 4 * options.iterations * (MatMul(few**3),)
-    between = (MatMul(few * few * dim, exponentials=few * few), MatMul(few * few * value_dim))
-    return OperationCounts((*means, *reads, *between, *iterations))
+    between = (MatMul(few * few * dim), MatMul(few * few * value_dim))
+    return (*means, *reads, *between, *iterations)
 
 
 @register(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.operation_counts import OperationCounts
+from efficient_attn.operation_counts import MatMuls
 from efficient_attn.ops.dtypes import WITHOUT_FLOAT64, upcast, zero_masked
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.paths import parts, step_capacity
@@ -15,7 +15,8 @@ from efficient_attn.options import option
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
-from .exact import DenseOptions, dense_operations
+from .exact import DenseOptions
+from .exact import operations as dense_operations
 
 # Weights tie that differ by this share: equal keys have weights that differ by rounding.
 _TIE = 1e-12
@@ -74,9 +75,7 @@ def _wide(x: Tensor) -> Tensor:
     return upcast(x) if x.device.type in WITHOUT_FLOAT64 else x.double()
 
 
-def operations(
-    problem: AttentionProblem, options: OracleTopKOptions, tokens: int, value_dim: int
-) -> OperationCounts:
+def operations(problem: AttentionProblem, options: OracleTopKOptions, tokens: int, value_dim: int) -> MatMuls:
     """Products of every query with every key, as for `exact-dense`."""
     return dense_operations(problem, DenseOptions(), tokens, value_dim)
 

@@ -10,7 +10,7 @@ from efficient_attn.backends.linear_attention import (
     check_even,
     linear_operations,
 )
-from efficient_attn.operation_counts import MatMul, OperationCounts
+from efficient_attn.operation_counts import MatMul, MatMuls
 from efficient_attn.ops.linear.kernel import fit_full, fit_oprf
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
@@ -73,12 +73,12 @@ def build_oprf(problem: AttentionProblem, options: RandomFeatureOptions) -> Line
 
 def full_operations(
     problem: AttentionProblem, options: RandomFeatureOptions, tokens: int, value_dim: int
-) -> OperationCounts:
+) -> MatMuls:
     """Products of positive features, after the transforms of queries and keys."""
     positive = linear_operations("positive", problem, options, tokens, value_dim)
     # The transforms are calibrated, so only the tokens' side of these products has a gradient.
     transform = MatMul(tokens * problem.head_dim**2, gradients=1)
-    return positive._replace(matmuls=(transform, transform._replace(shared=True), *positive.matmuls))
+    return transform, transform._replace(shared=True), *positive
 
 
 @_performer(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError
-from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
+from efficient_attn.operation_counts import MatMuls, softmax_matmuls, visible_pairs
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import (
     KVCache,
@@ -105,15 +105,13 @@ class WindowAttention(nn.Module):
         return window_attention(q, cache.k, cache.v, scale=scale, key_mask=mask, first=first, **sides), after
 
 
-def operations(
-    problem: AttentionProblem, options: WindowOptions, tokens: int, value_dim: int
-) -> OperationCounts:
+def operations(problem: AttentionProblem, options: WindowOptions, tokens: int, value_dim: int) -> MatMuls:
     """Products of every query with the existing keys of its window and the global keys outside it."""
     back, ahead = options.sides(causal=problem.causal)
     pairs = visible_pairs(tokens, back=back, ahead=ahead)
     for at in range(min(options.global_tokens, tokens)):
         pairs += max(tokens - 1 - back - at, 0) + (0 if problem.causal else max(at - ahead, 0))
-    return OperationCounts(softmax_matmuls(pairs, problem.head_dim, value_dim))
+    return softmax_matmuls(pairs, problem.head_dim, value_dim)
 
 
 @register(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError
-from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
+from efficient_attn.operation_counts import MatMul, MatMuls, softmax_matmuls
 from efficient_attn.ops.alignment import aligned
 from efficient_attn.ops.clusters import near_keys, window_clusters
 from efficient_attn.options import option
@@ -71,7 +71,7 @@ class WindowClusters(nn.Module):
 
 def operations(
     problem: AttentionProblem, options: WindowClustersOptions, tokens: int, value_dim: int
-) -> OperationCounts:
+) -> MatMuls:
     """Products of every query with its slice and the cluster summaries.
 
     The choice of clusters adds products of every key with every centre, and one with the mean query.
@@ -83,7 +83,7 @@ def operations(
         stop = min(start + block, tokens)
         pairs += (stop - start) * (min(stop + block // 2, tokens) - max(start - block // 2, 0))
     choice = MatMul(tokens * problem.head_dim * (clusters + 1), gradients=0, shared=True)
-    return OperationCounts((choice, *softmax_matmuls(pairs, problem.head_dim, value_dim)))
+    return (choice, *softmax_matmuls(pairs, problem.head_dim, value_dim))
 
 
 @register(

@@ -28,15 +28,15 @@ from efficient_attn.measure.error import (
     mean_of_values,
     outputs_checked,
 )
-from efficient_attn.measure.memory import ITEM_BYTES, Call
+from efficient_attn.measure.memory import Call
 from efficient_attn.measure.new_values import Values
 from efficient_attn.measure.record import DECODED, SAME_INPUTS, Case, Record, replace
 from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION
-from efficient_attn.operation_counts import MatMul, OperationCounts
+from efficient_attn.operation_counts import MatMul
 from efficient_attn.ops.paths import observed_kernels, only_torch
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
-from efficient_attn.theory.complexity import Cost, call_cost
+from efficient_attn.theory.complexity import call_flops
 from efficient_attn.transformer.block import TransformerBlock
 from efficient_attn.transformer.stack import Encoder
 
@@ -136,7 +136,7 @@ MEAN = BackendSpec(
     options_type=NoOptions,
     capabilities=Capabilities(causal=True, streaming=False),
     builder=lambda problem, options: AdaptedAttention(_mean, problem),
-    operations=lambda problem, options, tokens, value_dim: OperationCounts((MatMul(tokens * value_dim),)),
+    operations=lambda problem, options, tokens, value_dim: (MatMul(tokens * value_dim),),
 )
 
 # Baselines that are measured with the backends.
@@ -183,30 +183,15 @@ def _gaussian(count: int, shape: tuple[int, ...], dtype: str, device: str, seed:
     return tuple(tensor.to(device=device, dtype=getattr(torch, dtype)) for tensor in drawn)
 
 
-def attention_cost(case: Case, target: Any) -> Cost:
-    """Counted cost of attention, estimated from the growth of time if the backend counts nothing."""
-    counted = _counted_cost(case, target)
-    if counted is not None:
-        return counted
-    numbers = case.batch * case.tokens * case.model_dim
-    pairs = numbers * case.tokens ** (resolve(target).capabilities.time_growth - 1)
-    return Cost(4 * pairs, 0, 4 * ITEM_BYTES[case.dtype] * numbers, 0)
-
-
 def attention_flops(case: Case, target: Any) -> int | None:
     """Operations of the attention of one layer of the case, or None if the backend does not count them."""
-    cost = _counted_cost(case, target)
-    return None if cost is None else cost.flops
-
-
-def _counted_cost(case: Case, target: Any) -> Cost | None:
     # External counting code may fail. The measurement of the case records the failure.
     with suppress(Exception), contained():
         spec = resolve(target)
         problem = AttentionProblem(
             head_dim=case.head_dim, num_heads=case.num_heads, max_tokens=case.tokens, causal=case.causal
         )
-        return call_cost(
+        return call_flops(
             spec,
             problem,
             spec.options_type(**case.options),
@@ -214,7 +199,6 @@ def _counted_cost(case: Case, target: Any) -> Cost | None:
             batch=case.batch,
             num_kv_heads=case.num_kv_heads,
             backward=case.backward,
-            item_bytes=ITEM_BYTES[case.dtype],
         )
     return None
 

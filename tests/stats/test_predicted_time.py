@@ -1,6 +1,5 @@
 """Times and crossovers that are predicted from short calls."""
 
-import math
 import re
 import runpy
 from pathlib import Path
@@ -8,66 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from efficient_attn.measure.calls import attention_cost
 from efficient_attn.measure.record import Record, read
 from efficient_attn.measure.variants import select
 from efficient_attn.stats.estimates import Typical
-from efficient_attn.stats.predicted_time import crossover, extrapolated, time_models
+from efficient_attn.stats.predicted_time import crossover, extrapolated, predicted_slower
 
-# Batch, heads and head dimension of the calls that predict.
-SHAPES = ((1, 1, 64), (1, 8, 32), (1, 2, 128))
 LENGTHS = (256, 512, 1024)
-RATES = (2e-4, 1e-7, 2e-11, 4e-10, 1e-10)
-
-
-def case(label, tokens, shape=(1, 8, 64), **changes):
-    (variant,) = select([label])
-    sizes = dict(zip(("batch", "num_heads", "head_dim"), shape, strict=True))
-    machine = {"dtype": "float32", "device": "cpu", "threads": 1, **changes}
-    return variant.case(kind="time", tokens=tokens, **sizes, **machine)
-
-
-def true_time(call):
-    cost = attention_cost(call, call.backend)
-    moved = cost.moved_bytes + cost.kept_bytes
-    return float(np.dot(RATES, (1, call.tokens, cost.flops, cost.exponentials, moved)))
-
-
-def calls(label, *, noise=0.0, seed=0, slower=1.0):
-    """Records of calls whose times follow the model, up to a lognormal scatter."""
-    draw = np.random.default_rng(seed)
-    records = []
-    for call in (case(label, tokens, shape) for shape in SHAPES for tokens in LENGTHS):
-        time_s = slower * true_time(call) * math.exp(noise * draw.standard_normal())
-        records.append(Record(case=call, times_s=(time_s,) * 8, round_sizes=(2, 2, 2, 2)))
-    return records
-
-
-def sizes_of(call):
-    return {name: getattr(call, name) for name in ("tokens", "batch", "num_heads", "head_dim")}
-
-
-def test_calls_without_noise_predict_every_shape_and_length_and_two_calls_predict_nothing():
-    models = time_models([*calls("exact"), *calls("window")])
-    for label in ("exact", "window"):
-        unseen = case(label, 8192, (4, 12, 96))
-        predicted = models[label].time_s(**sizes_of(unseen))
-        assert predicted.value == pytest.approx(true_time(unseen), rel=1e-6)
-        assert predicted.low == pytest.approx(predicted.high, rel=1e-4)
-    assert time_models(calls("exact")[:2]) == {}
-
-
-def test_the_predicted_crossover_is_the_length_of_equal_times():
-    # With equal rates both take equally long wherever the window holds all tokens.
-    models = time_models([*calls("exact"), *calls("window", slower=3)])
-    sizes = {"num_heads": 8, "head_dim": 64}
-    speeds = {n: models["window"].speed(models["exact"], tokens=n, **sizes) for n in range(128, 4096, 64)}
-    predicted = crossover(speeds)
-    times_s = {label: true_time(case(label, round(predicted.value))) for label in ("exact", "window")}
-    assert predicted.value > 128 and 3 * times_s["window"] == pytest.approx(times_s["exact"], rel=0.02)
-    assert predicted.low == pytest.approx(predicted.value, rel=1e-3)
-    slow = time_models(calls("window", slower=1e3))["window"]
-    assert slow.speed(models["exact"], tokens=512).high < 1
 
 
 def test_a_crossover_follows_from_speeds_and_ends_of_their_intervals():
@@ -91,14 +36,25 @@ def test_a_longer_time_is_a_quadratic_of_the_tokens_with_the_scatter_of_three_ti
     assert extrapolated({tokens: times_s[tokens] for tokens in (256, 512)}, 8192) is None
 
 
-@pytest.mark.slow
-def test_intervals_hold_unseen_times_of_noisy_machines():
-    inside, unseen = [], case("window", 8192, (4, 4, 32))
-    for seed in range(100):
-        model = time_models(calls("window", noise=0.1, seed=seed))["window"]
-        _, low, high = model.time_s(**sizes_of(unseen))
-        inside.append(low <= true_time(unseen) <= high)
-    assert np.mean(inside) > 0.9
+def test_a_time_that_grows_with_the_tokens_has_no_part_per_pair_of_them():
+    # The last call took longer by chance, which a parabola would magnify.
+    times_s = {256: 5e-4, 512: 1e-3, 1024: 2.4e-3}
+    line, parabola = (extrapolated(times_s, 8192, growth)[0] for growth in (1, 2))
+    assert 1.6e-2 < line < 2e-2 < parabola
+
+
+def test_short_calls_predict_which_backends_are_slower_than_exact_attention():
+    sizes = {"num_heads": 1, "head_dim": 64, "dtype": "float32", "device": "cpu", "threads": 1}
+    variants, growth, short = select(["exact", "window"]), {"exact": 2, "window": 1}, []
+    for tokens in (256, 512, 1024, 2048):
+        # At 2048 tokens the window is faster by chance, which no prediction for this length sees.
+        times_s = {"exact": 1e-9 * tokens**2, "window": 4e-6 * tokens if tokens < 2048 else 1e-3}
+        for variant in variants:
+            case = variant.case(kind="time", tokens=tokens, **sizes)
+            short.append(Record(case=case, times_s=(times_s[variant.label],)))
+    assert predicted_slower(short[:6], growth, 8192) == set()
+    assert predicted_slower(short[:6], growth, 3072) == predicted_slower(short, growth, 2048) == {"window"}
+    assert predicted_slower(short[1::2], growth, 2048) == predicted_slower([], growth, 2048) == set()
 
 
 @pytest.mark.slow
@@ -108,6 +64,6 @@ def test_the_coverage_that_the_page_states_follows_from_the_committed_records(ca
     namespace = runpy.run_path(str(script))
     namespace["report"]("causal", list(read(script.with_name("causal.jsonl")).records))
     counts = re.findall(r"(\d+ of \d+)", capsys.readouterr().out)
-    assert len(counts) == 4
+    assert len(counts) == 2
     page = (root / "docs" / "advise.md").read_text(encoding="utf-8")
     assert f"| float32, causal | {' | '.join(counts)} |" in page

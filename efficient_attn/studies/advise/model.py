@@ -14,7 +14,7 @@ from efficient_attn.measure.variants import DENSE, PLAN, UNIFORM_ATTENTION, YARD
 from efficient_attn.runs.study import Point, Points
 from efficient_attn.runs.workload import Costs
 from efficient_attn.stats.estimates import call_time, time_ratio
-from efficient_attn.stats.predicted_time import time_models
+from efficient_attn.stats.predicted_time import predicted_slower
 from efficient_attn.studies.advise.names import BOUND, LOSSLESS, SLIDING
 from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.swap.measure import (
@@ -66,12 +66,10 @@ def model_steps(
     called = [variant for variant in variants if variant.backend != UNIFORM_ATTENTION]
     probes = [costs.point(variant, tokens) for tokens in PROBE for variant in called]
     short = (yield probes) if _free(first) else []
-    models = time_models(short, {variant.label: variant.target for variant in called})
-    exact = models.get(YARDSTICK)
+    growth = {variant.label: variant.time_growth for variant in called}
     for pair in pairs:
-        sizes = {"tokens": pair[0].shared["tokens"]}
-        highs = {} if exact is None else {x: model.speed(exact, **sizes).high for x, model in models.items()}
-        may_be_faster = [variant for variant in variants if (highs.get(variant.label) or 1.0) >= 1]
+        slower = predicted_slower(short, growth, pair[0].shared["tokens"])
+        may_be_faster = [variant for variant in variants if variant.label not in slower]
         yield from _length_steps(pair, may_be_faster, quantity, limit, rounds)
 
 

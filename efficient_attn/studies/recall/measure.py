@@ -139,8 +139,8 @@ def floats_read(backend: Backend, case: Case) -> int | None:
     if backend.spec.operations is None:
         return None
     problem = replace(backend.problem, causal=False)
-    counts = backend.spec.operations(problem, backend.options, case.tokens, case.head_dim)
-    if counts is None:
+    matmuls = backend.spec.operations(problem, backend.options, case.tokens, case.head_dim)
+    if matmuls is None:
         return None
-    matmuls = (product for product in counts.matmuls if not product.shared and product.gradients == 2)
-    return round(sum(product.multiply_adds for product in matmuls) / case.tokens)
+    read = (product for product in matmuls if not product.shared and product.gradients == 2)
+    return round(sum(product.multiply_adds for product in read) / case.tokens)
