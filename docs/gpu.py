@@ -8,14 +8,33 @@ sys.path.append(str(Path(__file__).parent))
 from choosing import table
 
 from efficient_attn.measure.record import Case
+from efficient_attn.measure.variants import YARDSTICK
 from efficient_attn.report.text import three_digits
 from efficient_attn.stats.estimates import DEVICE_TIME, by_clock, call_time, curves
 from efficient_attn.stats.predicted_time import crossover
 from efficient_attn.stats.speeds import SpeedUp, speed_ups
-from efficient_attn.tools.gpu_check import PREDICTED_LENGTHS, PREDICTED_MS, GpuCheck, show_gpu_check
+from efficient_attn.tools.gpu_check import GpuCheck, show_gpu_check
 
 HERE = Path(__file__).parent
 PAGE, RESULTS = HERE / "gpu.md", HERE.parent / "results/gpu"
+
+LINEAR, OPERATORS = "performer-positive", "performer-positive, operators"
+# Milliseconds of the model of docs/roofline.py for an H100 at these lengths, by label, causal and
+# backward. A factor of two either way is a finding.
+PREDICTED_LENGTHS = (4096, 16384, 65536, 262144)
+PREDICTED_MS = {
+    (YARDSTICK, False, False): (0.143, 2.22, 35.4, 566),
+    (YARDSTICK, True, False): (0.111, 1.70, 27.2, 434),
+    ("window", False, False): (0.0249, 0.0845, 0.323, 1.28),
+    (LINEAR, False, False): (0.143, 0.272, 0.787, 2.85),
+    (LINEAR, False, True): (1.19, 4.22, 16.4, 65.2),
+    (LINEAR, True, False): (0.11, 0.35, 1.35, 5.2),
+    (LINEAR, True, True): (0.36, 1.4, 5.5, 22),
+    (OPERATORS, False, False): (0.741, 2.83, 11.5, 46.3),
+    (OPERATORS, False, True): (1.78, 6.78, 27.2, 109),
+    (OPERATORS, True, False): (2.23, 7.34, 29.2, 117),
+    (OPERATORS, True, True): (7.12, 24.3, 96.7, 387),
+}
 
 
 def measured(results: Path = RESULTS) -> str:

@@ -19,12 +19,11 @@ from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import YARDSTICK, select
 from efficient_attn.report.table import Table, markdown_line, to_markdown
-from efficient_attn.report.text import three_digits
 from efficient_attn.runs.engine import Engine
 from efficient_attn.runs.store import RECORDS, Store, open_folder, read_json, run_folder
 from efficient_attn.runs.study import Points, Run, Settled
 from efficient_attn.runs.workload import Costs, Workload, settle
-from efficient_attn.stats.estimates import DEVICE_TIME, by_clock, call_time, on_device, time_ratio
+from efficient_attn.stats.estimates import on_device, time_ratio
 from efficient_attn.studies.bench import Bench
 
 VERDICT, PAGE = "verdict.json", "gpu-check.md"
@@ -37,22 +36,6 @@ _LINEAR, _OPERATORS = "performer-positive", "performer-positive, operators"
 # Causality of the measured calls that each kernel serves; in float32 one does, whose longest calls are slow.
 _TIMED = {"flex": False, "causal-linear": True}
 _LONGEST_FLOAT32 = 16384
-# Milliseconds of the model of docs/roofline.py for an H100 at _LENGTHS from 4096 on, by label, causal and
-# backward. A factor of two either way is a finding.
-PREDICTED_LENGTHS = (4096, 16384, 65536, 262144)
-PREDICTED_MS = {
-    (YARDSTICK, False, False): (0.143, 2.22, 35.4, 566),
-    (YARDSTICK, True, False): (0.111, 1.70, 27.2, 434),
-    ("window", False, False): (0.0249, 0.0845, 0.323, 1.28),
-    (_LINEAR, False, False): (0.143, 0.272, 0.787, 2.85),
-    (_LINEAR, False, True): (1.19, 4.22, 16.4, 65.2),
-    (_LINEAR, True, False): (0.11, 0.35, 1.35, 5.2),
-    (_LINEAR, True, True): (0.36, 1.4, 5.5, 22),
-    (_OPERATORS, False, False): (0.741, 2.83, 11.5, 46.3),
-    (_OPERATORS, False, True): (1.78, 6.78, 27.2, 109),
-    (_OPERATORS, True, False): (2.23, 7.34, 29.2, 117),
-    (_OPERATORS, True, True): (7.12, 24.3, 96.7, 387),
-}
 
 Say = Callable[[str], None]
 
@@ -74,7 +57,7 @@ class GpuCheck(NamedTuple):
         return {entry["outcome"] for _, _, entry in _entries(self.verdict["kernels"])}
 
     def tables(self) -> list[Table]:
-        """Outcomes of the check, times and predictions."""
+        """Outcomes of the check, and times."""
         rows, notes = [], [*self.verdict["notes"]]
         for kernel, precision, entry in _entries(self.verdict["kernels"]):
             shares = [f"{verb} {share:.2f}" for verb, share in entry.get("worst", {}).items()]
@@ -83,33 +66,12 @@ class GpuCheck(NamedTuple):
             notes += [f"{kernel}, {precision}: {text}" for text in entry.get("reasons", ())]
         columns = ("kernel", "precision", "outcome", "tile", "cases served", "largest error / bound")
         title = f"Fused kernels on {self.verdict['machine']['gpu']}"
-        tables = [Table(title, columns, tuple(rows), (*notes,))]
-        if not self.records:
-            return tables
-        return [*tables, *Bench().tables(self.records, Run(Settled())), *self._predictions()]
+        times = Bench().tables(self.records, Run(Settled())) if self.records else []
+        return [Table(title, columns, tuple(rows), (*notes,)), *times]
 
     def sentences(self) -> list[str]:
         """Speeds against exact attention, with crossovers."""
         return Bench().sentences(self.records, Run(Settled())) if self.records else []
-
-    def _predictions(self) -> list[Table]:
-        if "H100" not in self.verdict["machine"]["gpu"]:
-            return []
-        rows = []
-        for record in by_clock(self.records).get(DEVICE_TIME, ()):
-            case = record.case
-            predicted = PREDICTED_MS.get((case.label, case.causal, case.backward))
-            if predicted is None or case.dtype != "bfloat16" or case.tokens not in PREDICTED_LENGTHS:
-                continue
-            milliseconds = predicted[PREDICTED_LENGTHS.index(case.tokens)]
-            measured = 1000 * call_time(record).median
-            name = ", ".join([case.label, *["causal"] * case.causal, *["with backward"] * case.backward])
-            texts = map(three_digits, (milliseconds, measured, measured / milliseconds))
-            rows.append((name, str(case.tokens), *texts))
-        columns = ("call", "tokens", "predicted", "measured", "measured / predicted")
-        title = "Predicted and measured device time, ms"
-        note = "Predicted from bytes moved, matrix products and launches, to within a factor of two."
-        return [Table(title, columns, tuple(rows), (note,))] if rows else []
 
     def page(self) -> str:
         """One page of Markdown."""
