@@ -102,7 +102,6 @@ def test_every_chunk_size_gives_the_outputs_and_gradients_of_the_definition(
         # Every row of exponential features is weak.
         monkeypatch.setitem(weak_chunks._WEAK, torch.float64, 1e4)
         monkeypatch.setitem(linear_state.TINY, torch.float64, torch.inf)
-        monkeypatch.setattr(causal_exponential, "moderate", lambda *_: False)
     mask = random_mask(2, 57) if masked else None
     if masked:
         # No key is visible to the first causal rows of an entry, of several chunks.

@@ -1,6 +1,5 @@
 """Every registered operator passes all of torch's own checks of a registration."""
 
-
 import pytest
 import torch
 from rank_processes import output_of

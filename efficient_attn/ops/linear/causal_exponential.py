@@ -1,9 +1,7 @@
 """Causal linear attention with exponential features on the CPU, chunk by chunk and in place.
 
-Forward, features are unshifted while all exponents are moderate: base-two exponents of Gaussian queries and
-keys of 64 entries, at the default scale, lie within ±30. Every chunk is range-checked first. From the first
-chunk with a larger exponent on, key features are relative to the largest exponent of all past keys, feature
-by feature, so that the state stays in the range of floats. A row whose visible keys lie far below that
+Forward, key features are relative to the largest exponent of all keys up to the end of the chunk, feature by
+feature, so that the state stays in the range of floats. A row whose visible keys lie far below that
 reference, set by a later key of its chunk, is recomputed by itself.
 
 Backward, let p_tf = 2^(s_tf − L_t), L_t the logarithm of row t's denominator, r_jf = 2^(u_jf) and
@@ -22,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.linear.inputs import LOG2_E, ExpKernel, LinearInputs, Outputs, power
 from efficient_attn.ops.linear.state import TINY, CausalGradients, LinearState, finite, sees
 from efficient_attn.ops.paths import parts
@@ -31,19 +28,8 @@ from efficient_attn.ops.paths import parts
 CHUNK = 80
 # Rows recomputed per step: each needs chunk · features numbers.
 _ROWS = 16
-# Exponents up to this size, and values within 2^±16 (or all zero), keep sums of 2^30 products of two features
-# and a value within the range of floats, 2^±126 in float32, and every denominator far from its lower end.
-_MODERATE = {torch.float32: 40.0, torch.float64: 400.0}
-_VALUES = 2.0**16
 # Tokens per chunk of the backward pass, whose exponents and gradients stay in cache.
 BACKWARD_CHUNK = 96
-
-
-class Unshifted(NamedTuple):
-    """Sums of unshifted features over the past keys, with the attributes of `Shifted`."""
-
-    values: Tensor
-    ones: Tensor
 
 
 class Shifted(NamedTuple):
@@ -76,14 +62,7 @@ def causal_exponential(inputs: LinearInputs, past: LinearState | None, into: Out
             seen = seen | sees(past).unsqueeze(2)
     before, length = inputs.k.shape[-2] - inputs.q.shape[-2], inputs.q.shape[-2]
     heads, value_dim = (*inputs.k.shape[:2], inputs.q.shape[1] // inputs.k.shape[1]), inputs.v.shape[-1]
-    if past is None:
-        like, flat_heads = upcast(inputs.q[:0]), heads[0] * heads[1]
-        state: Shifted | Unshifted = Unshifted(
-            like.new_zeros(flat_heads, kernel.features, value_dim),
-            like.new_zeros(flat_heads, kernel.features, 1),
-        )
-    else:
-        state = shifted_past(past)
+    state = None if past is None else shifted_past(past)
     into.negative.zero_()
     outs, logarithms = into.out.unflatten(1, heads[1:]), into.log_normaliser.unflatten(1, heads[1:])
     for part in parts(length, CHUNK):
@@ -119,26 +98,21 @@ def rescaled(state: Shifted, keys: Tensor) -> tuple[Tensor, Shifted]:
     return key_features, Shifted(state.values * factor, state.ones * factor, reference)
 
 
-def add(state: Shifted | Unshifted, key_features: Tensor, v: Tensor) -> None:
+def add(state: Shifted, key_features: Tensor, v: Tensor) -> None:
     """Add keys at the reference of the state, in place."""
     state.values.baddbmm_(key_features.mT, v)
     state.ones.add_(key_features.sum(dim=-2).unsqueeze(-1))
 
 
 def _read_chunk(
-    kernel: ExpKernel, part: slice, positions: slice, state: Shifted | Unshifted, seen: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Shifted | Unshifted]:
+    kernel: ExpKernel, part: slice, positions: slice, state: Shifted | None, seen: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Shifted]:
     """Denominators, numerators and log denominators of a chunk's rows, and the state after it."""
     k, v = kernel.inputs.flat_keys_and_values(positions)
-    keys = kernel.key_exponents(k)
+    keys = kernel.real_key_exponents(k, positions)
     queries = kernel.query_exponents(kernel.inputs.flatten_heads(kernel.inputs.q, part))
-    if isinstance(state, Unshifted):
-        if moderate(queries, keys, v):
-            key_features = kernel.fill_masked_(keys.exp2_(), positions, 0.0)
-            sums, out = _read(queries.exp2_(), key_features, v, state)
-            return sums, out, sums.log(), state
-        state = shifted(state)
-    key_features, here = rescaled(state, kernel.fill_masked_(keys, positions, -torch.inf))
+    state = empty_shifted(keys, v.shape[-1]) if state is None else state
+    key_features, here = rescaled(state, keys)
     queries.add_(finite(here.reference))
     top = queries.amax(dim=-1, keepdim=True)
     sums, out = _read(power(queries.sub_(top)), key_features, v, here)
@@ -151,9 +125,7 @@ def _read_chunk(
     return sums, out, top.add_(sums.log2()).div_(LOG2_E), here
 
 
-def _read(
-    weights: Tensor, key_features: Tensor, v: Tensor, state: Shifted | Unshifted
-) -> tuple[Tensor, Tensor]:
+def _read(weights: Tensor, key_features: Tensor, v: Tensor, state: Shifted) -> tuple[Tensor, Tensor]:
     """Denominators and numerators of a chunk's rows; the chunk's keys are added to the state in place."""
     # The state's feature sums precede the chunk's keys, so that one product reads both.
     scores = torch.bmm(weights, torch.cat([state.ones.mT, key_features], dim=1).mT)
@@ -191,28 +163,6 @@ def _repair(
         out = torch.bmm(scores, v[flat_heads]) + torch.bmm(past_weights, state.values[flat_heads])
         for whole, repaired in zip(into, (out, sums, top), strict=True):
             whole[flat_heads, rows] = repaired.squeeze(-2)
-
-
-def moderate(queries: Tensor, keys: Tensor, v: Tensor) -> bool:
-    """Whether features with these exponents need no shift. Any NaN gives False."""
-    for exponents in (queries, keys):
-        low, high = torch.aminmax(exponents)
-        # A comparison with NaN is False.
-        if not max(-low.item(), high.item()) <= _MODERATE[queries.dtype]:
-            return False
-    if not v.numel():
-        return True
-    low, high = torch.aminmax(v)
-    largest = max(-low.item(), high.item())
-    return largest == 0 or 1 / _VALUES <= largest <= _VALUES
-
-
-def shifted(state: Unshifted) -> Shifted:
-    """The equal shifted state, whose ones are 1, or 0 without a key."""
-    any_key = state.ones > 0
-    ones = torch.where(any_key, state.ones, 1.0)
-    reference = ones.log2().masked_fill_(~any_key, -torch.inf)
-    return Shifted(state.values / ones, any_key.to(ones.dtype), reference.mT)
 
 
 def causal_exponential_gradients(

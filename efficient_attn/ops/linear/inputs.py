@@ -269,12 +269,8 @@ class ExpKernel:
 
     def real_key_exponents(self, keys: Tensor, positions: slice) -> Tensor:
         """Exponents of keys, −inf for masked keys, [flat_heads positions features]."""
-        return self.fill_masked_(self.key_exponents(keys), positions, -torch.inf)
-
-    def fill_masked_(self, x: Tensor, positions: slice, value: float) -> Tensor:
-        """Fill the rows of masked keys with a value, [flat_heads positions …]."""
-        real = None if self.inputs.key_mask is None else self.inputs.real(positions)
-        return x if real is None else x.masked_fill_(~real, value)
+        exponents, real = self.key_exponents(keys), self.inputs.real(positions)
+        return exponents if real is None else exponents.masked_fill_(~real, -torch.inf)
 
     def query_gradient(self, grad_exponents: Tensor) -> Tensor:
         """Gradient with respect to query rows, from the gradient of the natural exponents."""

@@ -73,9 +73,7 @@ def extend_window(
     return whole, None, WindowState(*last_tokens(rest, back), first_k, first_v, real)
 
 
-def hide_tokens(
-    state: KVCache | WindowState, read: Tensor, shown: Tensor
-) -> KVCache | WindowState | None:
+def hide_tokens(state: KVCache | WindowState, read: Tensor, shown: Tensor) -> KVCache | WindowState | None:
     """The state with past tokens masked that were `read` and are not `shown`, both bool [batch tokens].
 
     Returns:
