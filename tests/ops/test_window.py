@@ -47,7 +47,7 @@ def test_results_are_those_of_the_definition(path, fused, tokens, window, first,
     if not fused:
         monkeypatch.setattr(cpu_flash, "available", lambda *tensors: False)
     # Several tiles, the last with fewer blocks.
-    for constant, blocks in (("BLOCKS", 6), ("BLOCKS_BACK", 6), ("BLOCKS_SHORT", 3)):
+    for constant, blocks in (("BLOCKS", 6), ("BLOCKS_BACK", 6), ("BLOCKS_SHORT", 6)):
         monkeypatch.setattr(operator, constant, blocks)
     # A causal window may be even, and its queries are the last positions of the keys.
     window, queries = (window + 1, max(1, tokens - 37)) if causal else (window, tokens)

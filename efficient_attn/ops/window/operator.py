@@ -1,17 +1,14 @@
 """Window attention on the CPU, forward and backward, as registered operators.
 
 The fused kernel computes many heads and blocks of queries per call. The slices of keys that consecutive
-blocks read overlap and are views. Memory excluding inputs and outputs is the scratch of one call. Gradients
-of short windows are batched products, which read fewer keys outside the window than the fused kernel.
+blocks read overlap and are views. Memory excluding inputs and outputs is the scratch of one call.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, without_autocast
@@ -23,11 +20,8 @@ from efficient_attn.ops.window.global_keys import GlobalKeys, add_gradients, mer
 # but their slices overlap less, so the backward pass adds up fewer gradients.
 _BLOCK, BLOCKS = 32, 128
 _BLOCK_BACK, BLOCKS_BACK = 64, 24
-# Most keys that a query reads in addition to itself for which batched products are faster. Numbers in their
-# scratch memory, and blocks of a head per tile: fewer repeat more work at the ends of a tile.
-_SHORT, _NUMBERS, BLOCKS_SHORT = 256, 900_000, 62
-# PyTorch computes powers of two faster than powers of e.
-_LOG2_E = 1 / math.log(2)
+# Most keys that a query reads in addition to itself for which small blocks make gradients faster.
+_SHORT, BLOCKS_SHORT = 256, 64
 # Queries per tile near the ends of the sequence, where slices are truncated and differ.
 _EDGE = 128
 # Scores of a head up to which a sequence hardly longer than its window is one tile.
@@ -200,15 +194,8 @@ def _add_gradients(tensors: list[Tensor], mask: Tensor | None, back: int, ahead:
         tensors: Output gradients, q, outputs, log-sum-exps, gradients of q, then k, v and their gradients.
     """
     queries, keys = tensors[1], tensors[5]
-    # The products of a head take many calls, which 512 tokens and four tokens per key outweigh.
-    short = back + ahead <= min(_SHORT, (queries.shape[1] - 512) // 4)
-    group = min(BLOCKS_SHORT, _NUMBERS // (2 * _BLOCK * (back + ahead + queries.shape[2])))
-    size = (_BLOCK, group * len(queries)) if short else (_BLOCK_BACK, BLOCKS_BACK)
+    size = (_BLOCK, BLOCKS_SHORT) if back + ahead <= _SHORT else (_BLOCK_BACK, BLOCKS_BACK)
     for tile, bias in _steps(queries, keys, mask, back, ahead, *size):
-        if short and tile.blocks > 1 and bias is not None:
-            for head in zip(*(x.expand(len(queries), *x.shape[1:]) for x in tensors), strict=True):
-                _add_band_gradients(tile, bias, scale, head)
-            continue
         grad_out, q, out, log_sum, grad_q = (upcast(tile.queries(x)) for x in tensors[:5])
         k, v = (tile.slices(x, len(queries)) for x in tensors[5:7])
         some_q, some_k, some_v = cpu_flash.gradients(grad_out, q, k, v, out, log_sum, bias, scale)
@@ -216,48 +203,6 @@ def _add_gradients(tensors: list[Tensor], mask: Tensor | None, back: int, ahead:
         tile.add(tensors[7], some_k)
         tile.add(tensors[8], some_v)
         del grad_out, q, out, k, v, some_q, some_k, some_v
-
-
-def _add_band_gradients(tile: WindowTile, bias: Tensor, scale: float, head: tuple[Tensor, ...]) -> None:
-    """The same for one head and the queries of a tile, by products of blocks of the band.
-
-    The gradient of a key sums over all blocks of queries that read it. Weights are therefore stored with
-    every block one block further to the right than its predecessor:
-
-        queries 0   ▒▒▒▒▒        The weights of a block of keys are a column of this layout, a strided view,
-        queries 1     ▒▒▒▒▒      and one product with the queries gives its gradient.
-
-    Args:
-        head: As in `_add_gradients`, [tokens …] each.
-    """
-    rows, blocks, width = tile.rows, tile.blocks, tile.keys
-    reach, earlier, pitch = width - rows, width // rows - 1, rows * (width + 1)
-    columns = blocks + earlier
-    grad_out, q, out, log_sum, grad_q = (
-        upcast(x[tile.start : tile.stop]).unflatten(0, (blocks, rows)) for x in head[:5]
-    )
-    k, v = (tile.slices(x[None], 1)[0] for x in head[5:7])
-    grad_k, grad_v = (
-        x[tile.first_key : tile.first_key + columns * rows].unflatten(0, (columns, rows)) for x in head[7:]
-    )
-    layout = q.new_empty((columns + earlier) * pitch)
-    weights = layout.as_strided((blocks, rows, width), (pitch, width, 1), earlier * pitch)
-    weight_columns = layout.as_strided((columns, rows, width), (pitch, 1, width), reach)
-    # Fewer blocks of the tile read the keys at its ends: the other weights and queries are zero.
-    layout[: earlier * pitch].zero_()
-    layout[columns * pitch :].zero_()
-    grad_out_columns, q_columns = (
-        F.pad(x.flatten(0, 1), (0, 0, reach, reach)).unfold(0, width, rows).mT for x in (grad_out, q)
-    )
-    scores = torch.sub(bias.reshape(-1, rows, width), log_sum.unsqueeze(-1)).baddbmm_(q, k.mT, alpha=scale)
-    # Large scores and log-sum-exps, rounded alike, cancel before a factor is rounded.
-    torch.exp2(scores.mul_(_LOG2_E), out=weights)
-    grad_v.baddbmm_(weight_columns, grad_out_columns)
-    # Weights sum to one: subtract g·out, the gradient's component along the output.
-    torch.baddbmm((grad_out * out).sum(dim=-1, keepdim=True), grad_out, v.mT, beta=-1, out=scores)
-    weights.mul_(scores)
-    grad_q.baddbmm_(weights, k, beta=0, alpha=scale)
-    grad_k.baddbmm_(weight_columns, q_columns, alpha=scale)
 
 
 def _heads(
