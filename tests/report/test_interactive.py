@@ -17,7 +17,7 @@ from efficient_attn.runs import results as redraw
 from efficient_attn.runs.results import read
 from efficient_attn.stats.estimates import call_time
 
-BENCH = Path(__file__).parents[2] / "results" / "epyc-2-cores" / "bench-default"
+BENCH = Path(__file__).parents[2] / "results" / "epyc-2-cores" / "bench-512-8192"
 SKIPPED = Record(case=case("time", "window", 4096), status="skipped", reason="would take <about> 3 s")
 
 

@@ -72,31 +72,31 @@ def sentences(records: Sequence[Record], max_error: float, run: Run[Settled]) ->
 
 def _verdict(comparison: Comparison, limit: float, run: Run[Settled]) -> str:
     """Backends within the error limit with their speeds, and the nearest beyond it."""
-    place, count = heading_of(comparison, run), f"{100 * limit:g} % of exact"
+    place, bound = heading_of(comparison, run), f"within {100 * limit:g} % output error"
     fast = [row for row in comparison.rows if row.speed is not None and row.is_candidate]
     if comparison.inputs is None:
         rows = sorted(fast, key=lambda row: -row.speed.median if row.speed else 0.0)
         told = ", ".join(map(_in_words, rows))
         return f"{place}: {told}." if told else ""
     near, beyond, unknown = comparison.within(limit)
-    where = "on every layer" if "layers" in comparison.inputs else "there"
+    bound += " on every layer" * ("layers" in comparison.inputs)
     faster = [row for row in near if row.outcome == FASTER]
     parts = []
     if faster:
-        parts.append(f"within {count} {where} and faster: {', '.join(map(_in_words, faster))}")
+        parts.append(f"{bound} and faster: {', '.join(map(_in_words, faster))}")
     elif near:
-        parts.append(f"within {count} {where}, none shown to be faster: {', '.join(map(_in_words, near))}")
+        parts.append(f"{bound}, not shown to be faster: {', '.join(map(_in_words, near))}")
     if unknown:
         names = [f"{row.label} (not measured at {', '.join(map(str, row.missing))})" for row in unknown]
-        parts.append(f"whether within {count} {where} is not known of {', '.join(names)}")
+        parts.append(f"error unknown: {', '.join(names)}")
     if not any(row.is_candidate and (row.speeds or row.largest is not None) for row in comparison.rows):
         return ""
     if not parts:
-        parts.append(f"no measured backend is within {count} {where}")
+        parts.append(f"no backend stays {bound}")
     if useful := [row for row in beyond if row.speed is None or row.speed.outcome == FASTER]:
         nearest = min(useful, key=lambda row: row.largest or 0.0)
-        parts.append(f"nearest{' beyond' if near else ''}: {_in_words(nearest)}")
-    text = f"{place}: {'; '.join(parts)}."
+        parts.append(f"{'next' if near else 'closest'}: {_in_words(nearest)}")
+    text = f"{place}: {'. '.join(part[0].upper() + part[1:] for part in parts)}."
     if any(row.speed and row.outcome == OPEN for row in near):
         text += f" {remedy(run.load)}"
     return text
