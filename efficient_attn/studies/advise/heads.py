@@ -147,7 +147,7 @@ def _ranked(record: AdviseRecord, subject: ModelSubject) -> list[tuple[int, int]
 
 
 def _kv_heads(subject: ModelSubject) -> int:
-    """Key heads of a layer."""
+    """Key/value heads of a layer."""
     return int(subject.shared["num_kv_heads"] or subject.shared["num_heads"])
 
 
