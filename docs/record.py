@@ -122,8 +122,8 @@ def advice() -> str:
     speed = re.search(r"At (\d+) tokens: (.*?), with", sentence)
     assert plan and speed, sentence
     return (
-        f"SmolLM2-135M, {speed[1]} tokens: {plan[1]}:\n"
-        f"{plan[2]}, {plan[3]} of exact; whole model {speed[2].replace('undecided, ', '')}: undecided"
+        f"SmolLM2-135M, {speed[1]} tokens: {plan[1]}.\n"
+        f"{plan[2].capitalize()}, {plan[3]} of exact. {speed[2].capitalize()}."
     )
 
 

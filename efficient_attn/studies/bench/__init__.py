@@ -90,9 +90,9 @@ _BROKEN = ("unsupported", "oom", "timeout", "crash", "error")
 class Bench(Study):
     """Measure error, speed and peak memory by sequence length.
 
-    Errors are relative to exact attention in float64, on q, k, v of an encoder and a causal decoder; times
-    are of calls of the same shapes, in rounds until each speed is decided. A child process measures, so that
-    a crash costs one record; objects of this process are measured here.
+    Errors are relative to exact attention in float64, on q, k, v of an encoder and a causal decoder. Calls of
+    the same shapes are timed in rounds until each speed-up is decided, in a subprocess; Python objects run
+    in-process.
 
     Example: efficient-attn bench --seq-len 512:8192:x2 --backend window,own.py:attend
     """

@@ -230,5 +230,5 @@ def _error_chart(comparison: Comparison, styles: dict[str, dict[str, Any]], limi
             (floor / 1.3, HIGHEST * 1.05),
         ),
         tuple(series),
-        height=3.4,
+        height=2.8,
     )
