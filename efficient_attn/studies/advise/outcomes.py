@@ -99,7 +99,7 @@ def _described(plan: AdviseRecord, layers: Mapping[int, str], records: Sequence[
     window, width = plan.case.options.get("window"), WIDTH * (plan.loss_difference_error or 0.0)
     text = (
         f"a sliding window (4 first + {window} last tokens) in {plan.streaming_heads} of {plan.key_heads} "
-        f"key/value heads, ranked by {plan.ranked_by}: loss {plan.loss_difference:+.4f} ± {width:.4f} nats, "
+        f"key/value heads: loss {plan.loss_difference:+.4f} ± {width:.4f} nats, "
         f"copy recall {100 * relative_recall(plan):.1f} % of exact"
     )
     for record in records:
