@@ -150,7 +150,7 @@ def cost_plot(groups: Mapping[str, Sequence[Record]], y: str = "time_s") -> Plot
     cases = [point.record.case for group in drawn.values() for curve in group for point in curve.measured]
     conditions = setting(cases[0]) if cases and len(drawn) == 1 else ""
     if cases and y == "time_s":
-        conditions += "; median over rounds with its 95 % interval"
+        conditions += "; median over rounds, 95 % interval"
     return Plot(name, conditions.removeprefix("; "), tuple((chart,) for chart in shown))
 
 
