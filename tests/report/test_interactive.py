@@ -66,6 +66,17 @@ def test_every_record_is_a_point_with_its_value_interval_and_status(bench):
                 assert f"({show_seconds(low)} to {show_seconds(high)})" in text
 
 
+def test_a_backend_has_the_symbol_of_the_static_plots_in_every_chart(bench):
+    symbols = {}
+    for data, _ in figures_of(bench.read_text()):
+        for trace in data:
+            if trace.get("marker", {}).get("symbol") and "name" in trace:
+                symbols.setdefault(trace["name"], set()).add(trace["marker"]["symbol"])
+    assert all(len(names) == 1 for names in symbols.values())
+    shown = {name: symbols[name].pop() for name in ("exact", "window", "window(global_tokens=4)", "linformer")}
+    assert [*shown.values()] == ["circle", "triangle-up", "triangle-up-open", "diamond"]
+
+
 def test_relative_values_are_ratios_to_exact_attention_at_the_same_length(bench):
     figure, records = figures_of(bench.read_text())[1], times(causal=False)
     buttons = [button for menu in figure[1]["updatemenus"] for button in menu["buttons"]]
