@@ -50,7 +50,7 @@ def check(
     only: Iterable[str] | None = None,
     long: bool = False,
 ) -> list[CheckRecord]:
-    """Check every promise of a backend and return one record per check.
+    """Run the conformance tests on a backend and return one record for each.
 
     The backend runs in this process, without isolation from hangs and crashes. The command `efficient-attn
     check` runs the same checks in another process, each with a time limit.

@@ -185,7 +185,7 @@ def every_column_is_read(subject: Subject, case: CheckCase) -> Iterator[Finding]
     for name, gradient in zip("qkv", computed, strict=True):
         read = gradient.abs().amax(dim=(0, 1, 2)) > 0
         # A function may read no query or key at all.
-        unread = float((~read).sum()) if read.any() or name == "v" else 0.0
+        unread = float((~read).sum()) if read.any() else 0.0
         yield Finding(f"Columns of {name} without a gradient", unread, 0.0)
     ignored = int((torch.cat(computed[1:], dim=-1) == 0).all(dim=-1).all(dim=1).sum())
     if ignored and case.tokens > COLUMNS.tokens:

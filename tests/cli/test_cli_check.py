@@ -85,12 +85,14 @@ def test_a_function_in_a_file_is_checked_in_a_table_that_tells_what_could_not_be
     ],
 )
 def test_an_answer_is_one_screen_with_the_verdict_first(name, words, first, part, in_this_process):
-    shutil.copy(Path(__file__).parent.parent / "helpers/plain_functions.py", "plain.py")
+    shutil.copy(Path(__file__).parents[1] / "helpers/plain_functions.py", "plain.py")
     code, out, _ = command("check", f"plain.py:{name}", *words)
     lines = out.splitlines()
     assert len(lines) < 24 and max(map(len, lines)) <= 100, out
     assert re.match(f"plain.py:{name}: {first}", lines[0]) and re.search(part, out), out
     assert code == ("broken" in lines[0]) == ("replay(" in out)
+    page = (Path(__file__).parents[2] / "docs/new-attention.md").read_text(encoding="utf-8")
+    assert out in page or name != "local_window"
 
 
 @pytest.mark.slow
