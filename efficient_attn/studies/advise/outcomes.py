@@ -82,7 +82,8 @@ def _verdict(
         return None, _UNFINISHED
     if missed := targets.missed(plan):
         return -1, f"the plan misses the target on held-out inputs ({', '.join(missed)})"
-    times = [record for record in records if is_time(record) and record.case.inputs == plan.case.inputs]
+    timed = [record for record in records if record.case.kind == "time" and record.times_s]
+    times = [record for record in timed if record.case.inputs == plan.case.inputs]
     models = [record for record in times if record.case.backend == OWN]
     planned = [record for record in times if record.case.options == plan.case.options]
     if not (models and planned):
@@ -167,10 +168,6 @@ def layers_in_words(chosen: Mapping[int, str]) -> str:
         label: (f"{x[0]}–{x[-1]}" if x[1:] else f"{x[0]}" for x in runs) for label, runs in groups.items()
     }
     return " and ".join(f"{label} in layers {', '.join(layers)}" for label, layers in ranges.items())
-
-
-def is_time(record: AdviseRecord) -> bool:
-    return record.case.kind == "time" and record.status == "ok" and bool(record.times_s)
 
 
 def skipped_points(records: Sequence[AdviseRecord]) -> str:
