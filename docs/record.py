@@ -82,8 +82,8 @@ def texts() -> dict[str, str]:
     tokens, speed, start = encoder.columns[-3].partition(" ")[0], row[-3], row[-1]
     errors_at, percent = re.sub("[^0-9]", "", encoder.columns[1]), f"{100 * float(row[1]):.0f}"
     result = (
-        f"`window-clusters` is faster than exact attention above {start} tokens, {speed} as fast at {tokens},\n"
-        f"at up to {percent} % output error (worst layer of a real encoder, measured at {errors_at} tokens):\n"
+        f"`window-clusters` is faster than exact attention above {start} tokens, {speed} as fast at {tokens},"
+        f"\nat up to {percent} % output error (worst layer of a real encoder, at {errors_at} tokens):\n"
     )
     (kernel,) = ea.read(KERNEL).sentences()
     return {

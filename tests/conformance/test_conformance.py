@@ -146,7 +146,7 @@ def test_an_expected_failure_passes_and_one_that_is_kept_fails() -> None:
     ("request_", "error", "message"),
     [
         ({"on_fail": "ignore"}, ea.OptionError, "on_fail is"),
-        ({"only": ["fully_masked_rows_give_zero"]}, ea.UnknownNameError, "mean 'fully_masked_rows_give_zeros'"),
+        ({"only": ["fully_masked_rows_give_zero"]}, ea.UnknownNameError, "'fully_masked_rows_give_zeros'"),
         ({"expected_failures": {"padding": "why"}}, ea.UnknownNameError, "No check is called"),
     ],
 )

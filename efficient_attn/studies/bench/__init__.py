@@ -112,7 +112,7 @@ class Bench(Study):
         metavar="NAME",
     )
     error: bool = option(True, "Measure output errors of attention.")
-    max_error: float = option(DEFAULT_MAX_ERROR, "Largest output error of the verdict; 0.1 is 10 %.", free=True)
+    max_error: float = option(DEFAULT_MAX_ERROR, "Output error of the verdict; 0.1 is 10 %.", free=True)
     column: str = option(
         COLUMNS[0], "Fifth column of the table.", metavar="|".join(COLUMNS), free=True
     )

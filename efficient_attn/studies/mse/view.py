@@ -201,7 +201,7 @@ def _useful(shown: Sequence[Panel]) -> list[str]:
             texts.append(f"{label} from size {max(size for size in sizes if size is not None)}{remark}")
     if not texts:
         return ["No backend beats uniform attention on every input with fewer operations than exact."]
-    return [f"Better than uniform attention on every input, with fewer operations than exact: {', '.join(texts)}."]
+    return [f"Below uniform attention everywhere, with fewer operations than exact: {', '.join(texts)}."]
 
 
 def below_from(curve: Curve, uniform: float) -> int | None:
