@@ -38,6 +38,11 @@ def test_a_fault_of_a_position_dependent_function_is_found(name, check):
     assert records_of(name)[check].failed
 
 
+def test_a_random_function_is_not_called_position_dependent():
+    records = ea.check(plain_functions.dropping, only=["order_of_keys_does_not_matter"], on_fail="collect")
+    assert [record.outcome for record in records] == ["broken"]
+
+
 def test_keys_that_no_query_reads_are_information():
     (record,) = ea.check(plain_functions.strided, only=["every_column_is_read"])
     assert record.detail == "97 of 130 keys have no gradient: no query reads them."
