@@ -1,14 +1,16 @@
 """Softmax attention over low-rank projections of keys and values (Linformer, Wang et al. 2020)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast_dtype, zero_masked
-from efficient_attn.ops.paths import dynamic, parts, product_dtype
+from efficient_attn.ops.paths import dynamic, parts, product_dtype, step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
-# Tokens per chunk on the CPU in half precision.
+# Tokens per chunk on the CPU, in half precision and in the gradient of the mixtures.
 _PIECE = 512
 
 
@@ -49,8 +51,14 @@ def attend_projected(
 
 
 def _pieces(x: Tensor) -> list[slice]:
-    """One chunk of all tokens of [… tokens dim], or several where an upcast copy takes memory."""
-    return parts(x.shape[-2], max(x.shape[-2], 1) if product_dtype(x) is x.dtype else _PIECE)
+    """One chunk of all tokens, or several where an upcast copy takes memory."""
+    return _parts(x) if product_dtype(x) is not x.dtype else parts(x.shape[-2], max(x.shape[-2], 1))
+
+
+def _parts(x: Tensor) -> list[slice]:
+    """Chunks of as many tokens of [… tokens dim] as the device serves well."""
+    size = _PIECE if tuned_for_cpu(x) else step_capacity(x.numel() // max(x.shape[-2], 1))
+    return parts(x.shape[-2], size)
 
 
 def _read(q: Tensor, few_keys: Tensor, few_values: Tensor, alive: Tensor, scale: float) -> Tensor:
@@ -105,18 +113,54 @@ def real_weight(mix: Tensor, key_mask: Tensor | None) -> Tensor:
 
 def row_sums(mix: Tensor, x: Tensor, heads: int) -> Tensor:
     """E x, [batch heads rank dim], or [batch kv_heads rank dim] with one mixture for all heads."""
-    group = 1
-    if mix.ndim == 3:
-        # Each query head projects the keys of its group by its own pair.
-        group = heads // x.shape[1]
-        mix = mix.unflatten(0, (x.shape[1], group)).flatten(1, 2)
-    elif not (torch.is_grad_enabled() and mix.requires_grad):
-        # A product with one matrix copies the rows, but one per head has as many gradients.
-        mix = mix.expand(*x.shape[:2], -1, -1)
+    if mix.ndim == 2:
+        return _MixedRows.apply(mix, x.flatten(0, 1)).unflatten(0, x.shape[:2])
+    # Each query head projects the keys of its group by its own pair.
+    groups = (x.shape[1], heads // x.shape[1])
+    mix = mix.unflatten(0, groups).flatten(1, 2)
     sums = None
     for part in _pieces(x):
         piece = mix[..., part] @ x[..., part, :].to(mix.dtype)
         sums = piece if sums is None else sums + piece
     if sums is None:
         sums = mix.new_zeros(*x.shape[:2], mix.shape[-2], x.shape[-1])
-    return sums.unflatten(2, (group, -1)).flatten(1, 2)
+    return sums.unflatten(2, (groups[1], -1)).flatten(1, 2)
+
+
+class _MixedRows(torch.autograd.Function):
+    """Product of one matrix [rank tokens] with a batch of rows [flat_heads tokens dim].
+
+    PyTorch's `matmul` would copy all rows into one matrix and save the copy for the backward pass; `bmm`
+    would hold one gradient of the matrix per batch entry. Half-precision rows are saved as they are and
+    upcast chunk by chunk.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(mix: Tensor, x: Tensor) -> Tensor:
+        sums = None
+        for part in _pieces(x):
+            piece = torch.bmm(mix[:, part].expand(len(x), -1, -1), x[:, part].to(mix.dtype))
+            sums = piece if sums is None else sums.add_(piece)
+        return mix.new_zeros(len(x), len(mix), x.shape[-1]) if sums is None else sums
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        mix, x = ctx.saved_tensors
+        grad_mix, grad_x = None, None
+        if ctx.needs_input_grad[0]:
+            grad_mix = grad_out.new_zeros(mix.shape)
+            for part in _parts(x):
+                piece = torch.tensordot(grad_out, x[:, part].to(mix.dtype), dims=([0, 2], [0, 2]))
+                grad_mix[:, part].copy_(piece)
+        if ctx.needs_input_grad[1]:
+            rows = [torch.bmm(mix[:, part].mT.expand(len(x), -1, -1), grad_out) for part in _pieces(x)]
+            grad_x = (
+                rows[0].to(x.dtype) if len(rows) == 1 else torch.cat([y.to(x.dtype) for y in rows], dim=-2)
+            )
+        return grad_mix, grad_x
