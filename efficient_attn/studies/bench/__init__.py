@@ -100,7 +100,7 @@ class Bench(Study):
     kinds = ("time", "memory", "error")
     budget_s = 90.0
 
-    backends: shared.Backends = shared.backends(usual="one for each question")
+    backends: shared.Backends = shared.backends(usual="nine typical ones")
     _: KW_ONLY
     seq_lens: shared.Sizes = shared.seq_lens(_LENGTHS)
     of: str | Sequence[str] = option(
