@@ -30,7 +30,7 @@ _KINDS = {
     "performer-hyperbolic": "hyperbolic",
     "performer-trig": "trigonometric",
 }
-_ANGLES = Axis("angle between query and key", show="{:.0f}°".format, ticks=(0, 60, 120, 180), limits=(0, 180))
+_ANGLES = Axis("angle between query and key", show="{:g}°".format, ticks=(0, 60, 120, 180), limits=(0, 180))
 _SIZES = Axis("number of features", "log2", "{:.0f}".format)
 # Angles of a line of theory, without the two at which an error is 0.
 _SMOOTH = np.linspace(1.5, 178.5, 60)
