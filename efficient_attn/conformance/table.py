@@ -93,8 +93,9 @@ CHECKS: dict[str, Check] = {}
 
 
 def with_positions(subject: Subject) -> Subject:
-    """Remove promises that a position-dependent function cannot keep, if none are declared."""
-    if subject.grouped or not _order_matters(subject):
+    """Remove promises that a position-dependent function cannot keep, but declared ones."""
+    declared = subject.grouped and (subject.promises.cross or subject.promises.exact)
+    if not subject.bare or declared or not _order_matters(subject):
         return subject
     # Queries have the positions of their keys, of which there are as many.
     promises = replace(subject.promises, cross=False, needs_all_queries=True)
