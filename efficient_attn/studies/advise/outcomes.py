@@ -82,7 +82,8 @@ def _verdict(
         return None, _UNFINISHED
     if missed := targets.missed(plan):
         return -1, f"the plan misses the target on held-out inputs ({', '.join(missed)})"
-    timed = [record for record in records if record.case.kind == "time" and record.times_s]
+    done = [record for record in records if record.status == "ok" and record.times_s]
+    timed = [record for record in done if record.case.kind == "time"]
     times = [record for record in timed if record.case.inputs == plan.case.inputs]
     models = [record for record in times if record.case.backend == OWN]
     planned = [record for record in times if record.case.options == plan.case.options]
