@@ -18,6 +18,13 @@ _ONLY = "Tests to run; all if omitted."
 _LONG = "Also test 2100 tokens and the growth of time; takes minutes."
 _TIMEOUT = "Time limit of one test; a test that takes longer is broken."
 _SIGNATURE = "Library whose signature the function has: plain, sdpa or flash-attn."
+_EXACT = "equals_softmax_attention"
+# Outcomes of tests of undeclared capabilities.
+_OUTCOMES = {
+    "passes, undeclared": "passed",
+    "skipped, undeclared": "skipped",
+    "not promised": "not supported",
+}
 # Columns of a line, and broken tests that are printed without --all.
 _WIDTH, _MOST = 100, 8
 
@@ -80,8 +87,8 @@ def _answer(backend: str, records: list[Any]) -> Iterator[str]:
     counts = Counter(record.outcome for record in records if not record.failed)
     tested = len(broken) + counts.pop("kept", 0)
     names = ", ".join(record.check.replace("_", " ") for record in broken)
-    verdict = f"{len(broken)} broken of {tested}: {names}" if broken else f"{tested} of {tested} kept"
-    yield f"{backend}: {verdict}."
+    verdict = f"{len(broken)} broken of {tested} tests: {names}"
+    yield f"{backend}: {verdict if broken else f'{tested} of {tested} tests passed'}."
     for record in broken[:_MOST]:
         # The lines of Python repeat the shapes.
         finding = record.detail.partition(": q [")[0] or record.outcome
@@ -91,9 +98,11 @@ def _answer(backend: str, records: list[Any]) -> Iterator[str]:
         yield f"- {len(broken) - _MOST} more: see --all."
     notes = (r.detail for r in records if r.outcome == "kept" or r.detail.startswith("Position-dependent"))
     yield from filter(None, dict.fromkeys(notes))
+    if ":" in backend and any(r.check == _EXACT and r.outcome not in ("kept", "broken") for r in records):
+        yield "Not compared with softmax attention: --exact declares it."
     if counts:
-        listed = ", ".join(f"{number} {outcome.partition(',')[0]}" for outcome, number in counts.items())
-        yield f"Undeclared: {listed}; see --all."
+        listed = ", ".join(f"{number} {_OUTCOMES[outcome]}" for outcome, number in counts.items())
+        yield f"Tests of undeclared capabilities: {listed}; see --all."
 
 
 def _table(backend: str, records: list[Any]) -> Any:

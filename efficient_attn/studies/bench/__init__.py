@@ -108,7 +108,7 @@ class Bench(Study):
     )
     inputs: Any = option(
         None,
-        "encoder (512 tokens), decoder (4096, causal), gaussian (no errors), FILE; the first two if omitted.",
+        "encoder (512 tokens), decoder (4096, causal), gaussian (no errors), FILE; both models if omitted.",
         metavar="NAME",
     )
     error: bool = option(True, "Measure output errors of attention.")

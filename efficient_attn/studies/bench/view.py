@@ -59,7 +59,8 @@ _TOKENS = Axis("sequence length, tokens", "log2", "{:.0f}".format)
 def sentences(records: Sequence[Record], max_error: float, run: Run[Settled]) -> list[str]:
     """The conclusion of each setting, then speeds by device time."""
     settings = comparisons(records)
-    texts = [_verdict(comparison, max_error, run) for comparison in settings]
+    pairs = zip(settings, _places(settings, run), strict=True)
+    texts = [_verdict(comparison, max_error, run, place) for comparison, place in pairs]
     for heading, calls in calls_by_heading(settings, run).items():
         if timed := by_clock(calls).get(DEVICE_TIME):
             rows = sorted(speed_ups(curves(timed, "time_s")), key=lambda row: -row.last.median)
@@ -70,9 +71,17 @@ def sentences(records: Sequence[Record], max_error: float, run: Run[Settled]) ->
     return [text for text in texts if text]
 
 
-def _verdict(comparison: Comparison, limit: float, run: Run[Settled]) -> str:
-    """Backends within the error limit with their speeds, and the nearest beyond it."""
-    place, bound = heading_of(comparison, run), f"within {100 * limit:g} % output error"
+def _places(settings: Sequence[Comparison], run: Run[Settled]) -> list[str]:
+    """Inputs of each setting, or its whole heading where two settings share their inputs."""
+    headings = [heading_of(comparison, run) for comparison in settings]
+    inputs = [heading.partition(":")[0] for heading in headings]
+    alone = all(comparison.inputs for comparison in settings) and len({*inputs}) == len(inputs)
+    return inputs if alone else headings
+
+
+def _verdict(comparison: Comparison, limit: float, run: Run[Settled], place: str) -> str:
+    """Backends within the error limit with their speeds, and the closest beyond it."""
+    bound = f"within {100 * limit:g} % output error"
     fast = [row for row in comparison.rows if row.speed is not None and row.is_candidate]
     if comparison.inputs is None:
         rows = sorted(fast, key=lambda row: -row.speed.median if row.speed else 0.0)
@@ -96,6 +105,11 @@ def _verdict(comparison: Comparison, limit: float, run: Run[Settled]) -> str:
     if useful := [row for row in beyond if row.speed is None or row.speed.outcome == FASTER]:
         nearest = min(useful, key=lambda row: row.largest or 0.0)
         parts.append(f"{'next' if near else 'closest'}: {_in_words(nearest)}")
+        uniform = comparison.row(UNIFORM_ATTENTION)
+        measured = [row.errors.get(comparison.tokens) for row in (nearest, uniform) if row]
+        errors = [error.worst for error in measured if error is not None]
+        if len(errors) > 1 and errors[0] > errors[1]:
+            parts.append("no faster backend is more accurate than uniform attention")
     text = f"{place}: {'. '.join(part[0].upper() + part[1:] for part in parts)}."
     if any(row.speed and row.outcome == OPEN for row in near):
         text += f" {remedy(run.load)}"
@@ -183,7 +197,7 @@ def comparison_plot(drawn: Sequence[Comparison], max_error: float) -> Plot:
         series = tuple(line._replace(style=styles.get(line.label, line.style)) for line in time.series)
         times.append(time._replace(series=series))
         errors.append(_error_chart(comparison, styles, max_error)._replace(title=heading))
-    conditions = "; ".join(filter(None, (shared, "lower right is better")))
+    conditions = "; ".join(filter(None, (shared, "lower right is better; bands: 95 % interval")))
     if all(len(time.x.ticks) < 2 for time in times):
         return Plot("Output error against speed-up", conditions, in_rows(errors))
     rows = tuple(zip(errors, times, strict=True))
@@ -214,7 +228,7 @@ def _error_chart(comparison: Comparison, styles: dict[str, dict[str, Any]], limi
     for row, error, speed in shown:
         y = floor if error.worst <= ROUNDING else min(error.worst, HIGHEST)
         series.append(Series(row.label, (speed,), (y,), {**styles[row.label], **_POINT}))
-    lines = {f"{100 * limit:g} % of exact": (limit, LIMIT_STYLE)}
+    lines = {f"{100 * limit:g} % error": (limit, LIMIT_STYLE)}
     if (uniform := comparison.row(UNIFORM_ATTENTION)) and comparison.tokens in uniform.errors:
         lines[UNIFORM_ATTENTION] = min(uniform.errors[comparison.tokens].worst, HIGHEST), UNIFORM_STYLE
     series += [Series(label, (), (y,), style) for label, (y, style) in lines.items()]
