@@ -1,53 +1,55 @@
-"""`efficient-attn check`: kept and broken promises of a backend."""
+"""`efficient-attn check`: conformance tests of a backend."""
 
+import textwrap
 from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
-from efficient_attn.measure.units import parse_names
+from efficient_attn.measure.units import parse_names, parse_seconds
 from efficient_attn.runs.shared_options import RUNS_CODE
 
 from . import DONE, REGRESSION, console
 from .flags import JsonOption, SeedOption
 
-_TIMEOUT = "Time limit of one check; a check that takes longer is broken."
+_BACKEND = f"Backend: a name, path/file.py:object or package.module:object. {RUNS_CODE}"
+_ONLY = "Tests to run; all if omitted."
+_LONG = "Also test 2100 tokens and the growth of time; takes minutes."
+_TIMEOUT = "Time limit of one test; a test that takes longer is broken."
 _SIGNATURE = "Library whose signature the function has: plain, sdpa or flash-attn."
+_EXACT = "equals_softmax_attention"
+# Outcomes of tests of undeclared capabilities.
+_OUTCOMES = {
+    "passes, undeclared": "passed",
+    "skipped, undeclared": "skipped",
+    "not promised": "not supported",
+}
+# Columns of a line, and broken tests that are printed without --all.
+_WIDTH, _MOST = 100, 8
 
 
 def check(
-    backend: Annotated[
-        str,
-        typer.Argument(
-            metavar="BACKEND",
-            help=f"Backend: a name, path/file.py:object or package.module:object. {RUNS_CODE}",
-        ),
-    ],
+    backend: Annotated[str, typer.Argument(metavar="BACKEND", help=_BACKEND)],
     as_json: JsonOption = False,
     seed: SeedOption = 0,
-    only: Annotated[
-        str | None, typer.Option("--only", metavar="NAME[,NAME…]", help="Checks to run; all if omitted.")
-    ] = None,
+    only: Annotated[str | None, typer.Option("--only", metavar="NAME[,NAME…]", help=_ONLY)] = None,
+    full: Annotated[bool, typer.Option("--all", help="Print the table of all tests.")] = False,
     timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help=_TIMEOUT)] = "60s",
-    long: Annotated[
-        bool,
-        typer.Option("--long", help="Also sequences of 2100 tokens and the growth of time; takes minutes."),
-    ] = False,
+    long: Annotated[bool, typer.Option("--long", help=_LONG)] = False,
     signature: Annotated[str | None, typer.Option("--signature", metavar="NAME", help=_SIGNATURE)] = None,
-    causal: Annotated[bool, typer.Option("--causal", help="The function promises causality.")] = False,
-    key_mask: Annotated[bool, typer.Option("--key-mask", help="The function promises key masks.")] = False,
-    cross: Annotated[bool, typer.Option("--cross", help="The function promises cross-attention.")] = False,
-    grouped: Annotated[
-        bool, typer.Option("--gqa", help="The function takes fewer key heads itself.")
-    ] = False,
-    exact: Annotated[bool, typer.Option("--exact", help="The function promises softmax attention.")] = False,
-    backward: Annotated[bool, typer.Option(help="The function promises gradients.")] = True,
+    causal: Annotated[bool, typer.Option("--causal", help="Test causality.")] = False,
+    key_mask: Annotated[bool, typer.Option("--key-mask", help="Test key masks.")] = False,
+    cross: Annotated[bool, typer.Option("--cross", help="Test cross-attention.")] = False,
+    grouped: Annotated[bool, typer.Option("--gqa", help="Test grouped queries (fewer key heads).")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Test equality to softmax attention.")] = False,
+    backward: Annotated[bool, typer.Option(help="Test gradients.")] = True,
 ) -> int:
-    """Check every promise of a backend: kept, broken or not promised.
+    """Run the conformance tests on a backend.
 
-    The backend runs in a child process: a check that hangs or crashes is one broken promise in the table.
-    A function in a file declares its promises by flags. The smallest input found that breaks
-    a promise is shown as lines of Python.
+    The backend runs in a child process: a test that hangs or crashes is broken, and the next one runs.
+    Declare what a function in a file supports by flags. Lines of Python repeat the smallest input that
+    breaks a test.
 
     Example: efficient-attn check my_file.py:my_attention --signature sdpa --causal --exact
     """
@@ -57,37 +59,58 @@ def check(
     declared |= {} if backward else {"backward": False}
     from efficient_attn.conformance.table import snippet
     from efficient_attn.isolated_testing import check_isolated
-    from efficient_attn.measure.units import parse_seconds
 
     timeout_s = parse_seconds(timeout, name="--timeout")
     chosen = None if only is None else parse_names([only], name="--only")
     records = check_isolated(
         backend, seed=seed, only=chosen, timeout_s=timeout_s, long=long, declared=declared or None
     )
+    broken = [record for record in records if record.failed]
     if as_json:
         console.put_json([record.as_dict() for record in records])
-    else:
+        return REGRESSION if broken else DONE
+    for line in _answer(backend, records):
+        console.put(textwrap.shorten(line, _WIDTH, placeholder=" …"))
+    if full:
         console.print_tables([_table(backend, records)])
-        counts = Counter(record.outcome for record in records)
-        counted = ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
-        broken = [record for record in records if record.failed and record.case is not None]
-        if broken:
-            console.put("The smallest input found that breaks a promise:\n")
-            for line in snippet(broken[0], backend, declared or None, seed).splitlines():
-                console.put(line)
-            console.put("")
-        console.put(f"{backend}: {counted}.")
-    return REGRESSION if any(record.failed for record in records) else DONE
+    repeated = next((record for record in broken if record.case is not None), None)
+    if repeated is not None:
+        lines = snippet(repeated, backend, declared or None, seed).splitlines()
+        for line in ("", f"The smallest input found that breaks {repeated.check}:", "", *lines):
+            console.put(line)
+    return REGRESSION if broken else DONE
+
+
+def _answer(backend: str, records: list[Any]) -> Iterator[str]:
+    """Verdict, broken tests, information and the number of undeclared tests, a line each."""
+    broken = [record for record in records if record.failed]
+    counts = Counter(record.outcome for record in records if not record.failed)
+    tested = len(broken) + counts.pop("kept", 0)
+    names = ", ".join(record.check.replace("_", " ") for record in broken)
+    verdict = f"{len(broken)} broken of {tested} tests: {names}"
+    yield f"{backend}: {verdict if broken else f'{tested} of {tested} tests passed'}."
+    for record in broken[:_MOST]:
+        # The lines of Python repeat the shapes.
+        finding = record.detail.partition(": q [")[0] or record.outcome
+        error = "" if record.error is None else f" (error {record.error:.2g}, at most {record.bound:.2g})"
+        yield f"- {record.check}: {finding}{error}"
+    if len(broken) > _MOST:
+        yield f"- {len(broken) - _MOST} more: see --all."
+    notes = (r.detail for r in records if r.outcome == "kept" or r.detail.startswith("Position-dependent"))
+    yield from filter(None, dict.fromkeys(notes))
+    if ":" in backend and any(r.check == _EXACT and r.outcome not in ("kept", "broken") for r in records):
+        yield "Not compared with softmax attention: --exact declares it."
+    if counts:
+        listed = ", ".join(f"{number} {_OUTCOMES[outcome]}" for outcome, number in counts.items())
+        yield f"Tests of undeclared capabilities: {listed}; see --all."
 
 
 def _table(backend: str, records: list[Any]) -> Any:
     from efficient_attn.report.table import Table
 
-    rows, unclear = [], []
+    rows = []
     for record in records:
         error = "" if record.error is None else f"{record.error:.1e} / {record.bound:.1e}"
         rows.append((record.check.replace("_", " "), record.outcome, error))
-        if record.outcome == "skipped, undeclared" and not record.failed:
-            unclear.append(f"{record.check}: {record.outcome}. {record.detail}")
-    notes = (*(record.sentence() for record in records if record.failed), *unclear)
-    return Table(f"Promises of {backend}", ("promise", "outcome", "error / bound"), tuple(rows), notes)
+    notes = tuple(record.sentence() for record in records if record.detail)
+    return Table(f"Conformance tests of {backend}", ("test", "outcome", "error / bound"), tuple(rows), notes)

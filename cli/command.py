@@ -213,7 +213,7 @@ def _first_tables(study: Study, step: Any) -> bool:
         return False
     from efficient_attn.runs.study import Run
 
-    console.say(f"After {100 * step.spent:.0f} % of the budget:")
+    console.say(f"Provisional, after {100 * step.spent:.0f} % of the budget; the final tables follow:")
     tables = study.tables([*step.records], Run(study.settled))
     console.print_tables([table._replace(notes=()) for table in tables if len(table.rows) > 2])
     return True
@@ -239,7 +239,7 @@ def _points(study: Study) -> Any:
 def finish(
     results: Any, named: Sequence[str] | None, *, folder: Path, as_json: bool, quiet: bool = False
 ) -> NoReturn:
-    """Print the results, last the conclusion and the path of the page, and exit with the code of the outcome.
+    """Print the results, last the path of the page, and exit with the code of the outcome.
 
     Args:
         named: Requested backends; None for the default selection.
@@ -250,10 +250,9 @@ def finish(
         console.put_json(document(results))
     elif not quiet:
         console.print_tables(results.tables())
-        conclusion, *further = results.sentences() or [""]
         for note in results.notes:
             console.tell(note, err=True)
-        for sentence in filter(None, (*further, conclusion)):
+        for sentence in results.sentences():
             console.tell(sentence)
     page = folder / REPORT
     # With JSON, stdout holds the document alone.

@@ -37,7 +37,7 @@ html_math_renderer = "mathml"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 # A page that `bench` wrote, as an example of a report.
-html_extra_path = ["../results/epyc-2-cores/bench-default/report.html"]
+html_extra_path = ["../results/epyc-2-cores/bench-512-8192/report.html"]
 html_copy_source = False
 html_show_copyright = False
 

@@ -95,7 +95,7 @@ INTRODUCTION = """# Other packages, checked
 <!-- Written by `python docs/others_page.py`; do not edit. -->
 
 These are results of the conformance suite (`efficient-attn check`,
-[tests](../../docs/new-attention.md#checked-promises)) on attention in three other packages, each at one
+[tests](../../docs/new-attention.md#conformance-tests)) on attention in three other packages, each at one
 version, through the adapters shown below. The requirements are this project's, and none of the packages
 claims to meet them: a broken test marks a difference to expect when you compare results or move code, with
 the smallest failing input of the suite. "Not offered" covers missing arguments, refused inputs, and tests

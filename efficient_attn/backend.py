@@ -82,7 +82,7 @@ class Backend(nn.Module):
         tokens of all processes.
 
         Raises:
-            UnsupportedError: If the backend was not built causal or cannot stream.
+            UnsupportedError: If the backend was not built causal or has no incremental decoding.
         """
         if not self.problem.causal:
             raise UnsupportedError("extend needs a causal backend: build it with causal=True.")

@@ -234,6 +234,7 @@ def adapt(
         streaming=False,
         key_mask=key_mask,
         cross=cross,
+        needs_all_queries=causal and not cross,
         exact=exact,
         nonnegative=exact,
         averages=exact,

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 from efficient_attn.errors import DataError
 
 # A record takes a few kilobytes, a run a few hundred lines; a million samples take 24 megabytes.
-RECORD_LINE_BYTES, RECORDS_BYTES = 1 << 24, 1 << 27
+RECORD_LINE_BYTES, RECORDS_BYTES = 1 << 22, 3 << 23
 
 # Counts in records (tokens, heads, threads, answers, …), and other whole numbers, which fit into 64 bits.
 COUNT, WHOLE_NUMBER = 1 << 40, (1 << 63) - 1

@@ -23,7 +23,7 @@ from efficient_attn.conformance import (  # noqa: F401  (imported to register th
 from efficient_attn.conformance.cases import CheckCase, Inputs
 from efficient_attn.conformance.records import KEPT, UNPROMISED, BrokenPromiseError, CheckRecord, Finding
 from efficient_attn.conformance.subject import subject
-from efficient_attn.conformance.table import CHECKS, record_of
+from efficient_attn.conformance.table import CHECKS, record_of, with_positions
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.external import adapt
 from efficient_attn.registry import Capabilities
@@ -50,7 +50,7 @@ def check(
     only: Iterable[str] | None = None,
     long: bool = False,
 ) -> list[CheckRecord]:
-    """Check every promise of a backend and return one record per check.
+    """Run the conformance tests on a backend and return one record for each.
 
     The backend runs in this process, without isolation from hangs and crashes. The command `efficient-attn
     check` runs the same checks in another process, each with a time limit.
@@ -75,7 +75,7 @@ def check(
     for name in [*expected, *chosen]:
         if name not in CHECKS:
             raise UnknownNameError("check", name, CHECKS)
-    tested = subject(backend, capabilities, seed, long)
+    tested = with_positions(subject(backend, capabilities, seed, long))
     with _one_thread():
         records = [record_of(CHECKS[name], tested) for name in chosen]
     for number, record in enumerate(records):
@@ -104,7 +104,7 @@ def replay(
     """
     if check not in CHECKS:
         raise UnknownNameError("check", check, CHECKS)
-    tested, drawn = subject(backend, None, seed), CheckCase(**case)
+    tested, drawn = with_positions(subject(backend, None, seed)), CheckCase(**case)
     with _one_thread():
         return tested.inputs(drawn), list(CHECKS[check].body(tested, drawn))
 

@@ -36,7 +36,8 @@ FILE = re.compile(r"# (studies/\w+\.py)\n")
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 TOCTREE = re.compile(r"^```{toctree}\n(.*?)^```", re.MULTILINE | re.DOTALL)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-LINES = 66
+LINES = 100
+RECORD = runpy.run_path(str(ROOT / "docs/record.py"))
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -175,13 +176,39 @@ def test_checks_quantities_and_exit_codes_on_pages_exist() -> None:
 
 def test_the_readme_is_a_screen_with_both_commands_and_what_the_first_measured() -> None:
     main_job, tests = re.findall(r"```bash\n(python3 -m venv .*)\n```", README)
-    assert main_job.endswith(" && .venv/bin/efficient-attn bench")
+    assert main_job.endswith(" && .venv/bin/efficient-attn bench --seq-len 512:8192:x2")
     # Continuous integration runs the second command literally.
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert f"{tests} || failed+=(pytest)" in lines
     assert len(README.splitlines()) <= LINES
-    page = runpy.run_path(str(ROOT / "docs/readme.py"))["page"]
-    assert page(README) == README, "run: python docs/readme.py"
+
+
+@pytest.mark.parametrize("page", RECORD["PAGES"], ids=page_name)
+def test_numbers_and_the_terminal_on_a_page_are_those_of_the_table_of_record(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert RECORD["page"](text) == text, "run: python docs/record.py"
+    svg = (ROOT / "docs/images/bench-terminal.svg").read_bytes()
+    assert RECORD["pictures"]()[".svg"] == svg, "run: python docs/record.py"
+    # Letters stay text, and no font comes from elsewhere.
+    assert svg.count(b"<text") > 20 and b"@import" not in svg and svg.count(b"http") == 1
+
+
+QUOTING = [ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in ("choosing", "speed", "quickstart"))]
+
+
+@pytest.mark.parametrize("page", QUOTING, ids=page_name)
+def test_a_speed_up_or_crossover_on_a_page_is_that_of_the_table_of_record(page: Path) -> None:
+    numbers = RECORD["quoted"]()
+    text = re.split("## Beside other packages", page.read_text(encoding="utf-8"))[0]
+    count = 0
+    # A sentence or a cell speaks of one backend.
+    for part in re.split(r"[|]|[.:;]\s", text.replace("\n", " ")):
+        names = re.findall(r"`([a-z-]+(?:\([a-z_]+=\d+\))?)`", part)
+        speeds = re.findall(r"(\d[\d.]*)×|(?:faster from|faster than exact attention above) (\d+)", part)
+        for speed in ["".join(groups) for groups in speeds] if len(names) == 1 else ():
+            assert speed in numbers[names[0]], part
+            count += 1
+    assert count or page.name in ("speed.md", "quickstart.md")
 
 
 def test_each_figure_of_the_readme_is_made_by_the_command_above_it() -> None:

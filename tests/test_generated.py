@@ -31,7 +31,7 @@ print(json.dumps([runpy.run_path(f"{DOCS}/{{script}}.py")["page"]() for script i
 
 
 def test_every_picture_is_drawn_by_the_script_and_stands_on_a_page() -> None:
-    assert {path.stem for path in (DOCS / "images").glob("*.png")} == set(PICTURES)
+    assert {path.stem for path in (DOCS / "images").glob("*.png")} == {*PICTURES, "bench-terminal"}
     pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
     assert [name for name in PICTURES if f"(images/{name}.png)" not in pages] == []
 

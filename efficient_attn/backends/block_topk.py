@@ -127,7 +127,7 @@ def operations(problem: AttentionProblem, options: BlockTopKOptions, tokens: int
 
 @register(
     "block-topk",
-    summary="Softmax over the blocks of keys that a mean query of the sequence prefers, and near ones.",
+    summary="Softmax over the key blocks with the largest scores of a mean query, and nearby blocks.",
     formula="softmax over the keys of N(b): causal, the blocks b, b − 1, the first one and the largest "
     "q̄_(b−1)·k̄_c; otherwise block b and the largest q̄_b·k̄_c",
     paper="https://arxiv.org/abs/2406.10774",

@@ -16,7 +16,7 @@ from efficient_attn.registry import Capabilities, parse_choice, register
 
 NAME = "by-head"
 
-_numbers = partial(numbers_in_ranges, what="Key heads")
+_numbers = partial(numbers_in_ranges, what="Key/value heads")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -236,7 +236,7 @@ class LearnedFeatures(nn.Module):
     """Softmax features of Wx + b and −(Wx + b).
 
     Each query head has a W and b for queries, and others for keys; without `num_heads` all heads share one
-    pair of maps. Grouped key heads are repeated, since every query head has a key map. The
+    pair of maps. Grouped key/value heads are repeated, since every query head has a key map. The
     initial W is the identity, the initial b is 0.
 
     Attributes:

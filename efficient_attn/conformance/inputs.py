@@ -153,10 +153,13 @@ def _written(subject: Subject, case: CheckCase, inputs: Inputs) -> Iterator[Find
 def a_nan_shows_where_it_is_read(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     weights = backend.attention_weights(inputs.q, inputs.k, key_mask=inputs.key_mask).detach()
+    # Weights may depend on positions alone.
+    reads_keys = not torch.equal(run(backend, inputs), run(backend, inputs._replace(k=-inputs.k)))
+    contents = (("v", math.nan), ("v", math.inf), ("v", -math.inf), *[("k", math.nan)] * reads_keys)
     for token in sorted({0, case.tokens // 2, case.tokens - 1}):
         # Torch's fused kernel gives 0 for fewer scores than LANES that are all NaN.
         read = (weights[0, 0, :, token] != 0) & ((weights[0, 0] != 0).sum(-1) > 1)
-        for name, value in (("v", math.nan), ("v", math.inf), ("v", -math.inf), ("k", math.nan)):
+        for name, value in contents:
             x = getattr(inputs, name).clone()
             x[0, 0, token, -1] = value
             out = run(backend, inputs._replace(**{name: x}))[0, 0]
@@ -221,14 +224,19 @@ def _beside(inputs: Inputs, backend: Backend, axis: int, out: Tensor, bound: Ten
 )
 def every_head_is_its_single_call(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend, out, bound = plain_call(subject, case)
-    single = _single_head(subject, case, backend)
+    single, state = subject.build(case.but(heads=1, kv_heads=1)), backend.state_dict()
+    # Heads may have parameters of their own, or slopes of their positions.
+    alike = all(x.shape == single.state_dict()[name].shape for name, x in state.items())
+    alike = alike and not subject.position_dependent
+    if alike:
+        single.load_state_dict(state)
     for head in spread(case.heads):
         group = head // (case.heads // case.kv_heads)
         alone = inputs.of(*(x[:, i : i + 1] for x, i in zip(inputs[:3], (head, group, group), strict=True)))
-        if single is None:
-            # Heads have their own parameters: the head keeps its position among copies of itself.
+        if not alike:
+            # The head keeps its place among copies of itself.
             alone = alone.of(*(x.repeat(1, case.heads, 1, 1) for x in alone[:3]))
-        got = run(single or backend, alone)[:, head if single is None else 0]
+        got = run(single if alike else backend, alone)[:, 0 if alike else head]
         yield close(f"Head {head} alone", got, out[:, head], bound[:, head])
     yield from _beside(inputs, backend, 1, out, bound)
 
@@ -242,12 +250,3 @@ def columns_of_values_are_computed_alone(subject: Subject, case: CheckCase) -> I
     for column in spread(case.value_dim):
         alone = run(backend, inputs._replace(v=inputs.v[..., column : column + 1]))
         yield close(f"Column {column} of v alone", alone, out[..., column : column + 1], bound)
-
-
-def _single_head(subject: Subject, case: CheckCase, backend: Backend) -> Backend | None:
-    """The same backend for one head; None if it has parameters per head."""
-    single, state = subject.build(case.but(heads=1, kv_heads=1)), backend.state_dict()
-    if any(x.shape != single.state_dict()[name].shape for name, x in state.items()):
-        return None
-    single.load_state_dict(state)
-    return single

@@ -124,7 +124,7 @@ def _surrounded(inputs: Inputs, before: int, after: int) -> Inputs:
     cases=(*vary(*SHORT, *WIDE, dtype=DTYPES, causal=(False, True)), *LONG_KEYS),
     needs=MASK,
 )
-def blind_queries_give_zeros(subject: Subject, case: CheckCase) -> Iterator[Finding]:
+def fully_masked_rows_give_zeros(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     mask = torch.ones(case.batch, case.k_tokens, dtype=torch.bool)
     mask[0] = False

@@ -9,6 +9,7 @@ BROKEN = "broken"
 NOT_PROMISED = "not promised"
 UNPROMISED = "passes, undeclared"
 UNKNOWN = "skipped, undeclared"
+POSITION_DEPENDENT = "Position-dependent (permuting keys changes the output): order of keys not tested."
 
 
 class Finding(NamedTuple):
@@ -42,7 +43,7 @@ class CheckRecord:
         check: Name of the check.
         promise: The promise as a sentence.
         outcome: kept, broken, not promised, passes, undeclared or skipped, undeclared.
-        detail: Smallest input that shows the outcome, or the reason why nothing was checked.
+        detail: Smallest input that shows the outcome, reason why nothing was checked, or information.
         error: Error of the comparison with the largest share of its bound, or of the first broken case.
         bound: Largest error of this comparison that keeps the promise.
         case: Settings of the smallest input found that breaks the promise, for `replay`; None if it holds.

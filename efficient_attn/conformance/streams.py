@@ -75,17 +75,13 @@ def parts_of_any_size_are_the_whole(subject: Subject, case: CheckCase) -> Iterat
     split_anywhere = tokens < 10 and case.dtype == "float64"
     splits = [[split, tokens - split] for split in range(tokens + 1)] if split_anywhere else []
     singles = [[1] * tokens] if tokens < 10 or case in everywhere(70, causal=[True]) else []
-    drawn = _parts(tokens, random.Random(f"{subject.seed} {case}"))
+    # Single tokens, one large chunk, the rest, and two empty chunks in random order.
+    draws = random.Random(f"{subject.seed} {case}")
+    ones = min(tokens, draws.randint(1, 3))
+    large = draws.randint(0, tokens - ones)
+    drawn = [*[1] * ones, large, tokens - ones - large, 0, 0]
+    draws.shuffle(drawn)
     yield from _streamed(subject, case, *splits, *singles, drawn)
-
-
-def _parts(tokens: int, draws: random.Random) -> list[int]:
-    """Chunk sizes in random order: single tokens, one large chunk, the rest, and two empty chunks."""
-    singles = min(tokens, draws.randint(1, 3))
-    large = draws.randint(0, tokens - singles)
-    parts = [*[1] * singles, large, tokens - singles - large, 0, 0]
-    draws.shuffle(parts)
-    return parts
 
 
 @Check(
@@ -155,7 +151,7 @@ def _in_parts(
     long=lambda seed: (MANY.but(tokens=8300),),
     needs=("streaming",),
 )
-def states_of_thousands_are_whole(subject: Subject, case: CheckCase) -> Iterator[Finding]:
+def very_long_states_are_whole(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     # The last tokens outweigh the others, so that they show if they are lost.
     steps = 400 if case.dtype == "bfloat16" else 2

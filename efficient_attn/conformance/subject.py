@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ class Subject:
 
     Attributes:
         bare: Whether the backend is a callable, whose undeclared capabilities are unknown.
+        position_dependent: Whether a callable depends on the order of keys.
         grouped: Whether grouped queries are promised or repeated for the callable.
         options: Options of an already built backend; {} takes the defaults.
         long: Whether the long form of the suite runs.
@@ -44,9 +45,10 @@ class Subject:
     promises: Capabilities
     bare: bool
     grouped: bool
-    options: dict[str, Any]
+    options: dict[str, Any] = field(hash=False)
     seed: int
     long: bool = False
+    position_dependent: bool = False
 
     def serves(self, case: CheckCase) -> bool:
         """Whether the backend promises to support the case."""
@@ -202,7 +204,7 @@ def results(
         out = run(backend, inputs.of(*leaves))
     named = [("Output", out.detach())]
     if differentiable:
-        gradients = torch.autograd.grad(out.square().sum(), leaves)
+        gradients = torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True)
         named += [(f"Gradient w.r.t. {name}", g) for name, g in zip("qkv", gradients, strict=True)]
     tokens = inputs.q.shape[2]
     if subject.promises.streaming and backend.problem.causal and tokens == inputs.k.shape[2]:

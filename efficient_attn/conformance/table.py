@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from efficient_attn.conformance.cases import CheckCase
@@ -10,6 +11,7 @@ from efficient_attn.conformance.records import (
     BROKEN,
     KEPT,
     NOT_PROMISED,
+    POSITION_DEPENDENT,
     UNKNOWN,
     UNPROMISED,
     CheckRecord,
@@ -48,12 +50,11 @@ class Check:
     Attributes:
         promise: The promise as a sentence.
         cases: Inputs, the smallest first.
-        drawn: Further inputs, drawn from a seed; no grouped heads for a backend without capabilities.
+        drawn: Further inputs, drawn from a seed.
         long: Further inputs of the long form of the suite, drawn from a seed.
         capability: Capability that makes the promise; None if every backend promises it.
         needs: Capabilities that the promise requires.
         unless: Capabilities that exempt a backend from the promise.
-        beyond: Feature that a backend without declared capabilities may refuse with an error of its own.
         body: The generator; its name states the promise.
     """
 
@@ -65,18 +66,12 @@ class Check:
     capability: str | None = None
     needs: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
-    beyond: str | None = None
     body: Body = lambda subject, case: ()
 
     def __call__(self, body: Body) -> Body:
         """Enter the check into the table."""
         CHECKS[body.__name__] = replace(self, cases=tuple(self.cases), body=body)
         return body
-
-    @property
-    def name(self) -> str:
-        """Name of the function."""
-        return self.body.__name__
 
     @property
     def is_long(self) -> bool:
@@ -86,20 +81,40 @@ class Check:
     def inputs(self, subject: Subject) -> list[CheckCase]:
         """Inputs that the subject promises to support."""
         long = self.long(subject.seed) if subject.long or self.is_long else ()
-        drawn = (*self.drawn(subject.seed), *long)
+        cases = (*self.cases, *self.drawn(subject.seed), *long)
         if not subject.grouped:
-            drawn = tuple(case for case in drawn if case.heads == case.kv_heads)
-        return [case for case in (*self.cases, *drawn) if subject.serves(case)]
+            # A function without declared capabilities has no masks, which must not leave it without inputs.
+            masked = all(case.masked for case in cases)
+            cases = tuple(case.but(kv_heads=case.heads, masked=case.masked and not masked) for case in cases)
+        return [case for case in cases if subject.serves(case)]
 
 
 CHECKS: dict[str, Check] = {}
 
 
+def with_positions(subject: Subject) -> Subject:
+    """Remove promises that a position-dependent function cannot keep, but declared ones."""
+    declared = subject.grouped and (subject.promises.cross or subject.promises.exact)
+    if not subject.bare or declared or not _order_matters(subject):
+        return subject
+    # Queries have the positions of their keys, of which there are as many.
+    promises = replace(subject.promises, cross=False, needs_all_queries=True)
+    spec = replace(subject.spec, capabilities=promises)
+    return replace(subject, spec=spec, promises=promises, position_dependent=True)
+
+
+@lru_cache(maxsize=1)
+def _order_matters(subject: Subject) -> bool:
+    order, repeated = CHECKS["order_of_keys_does_not_matter"], CHECKS["the_same_call_gives_the_same_bits"]
+    random = _broken(repeated.body, subject, order.inputs(subject)[0])
+    return not random and any(_broken(order.body, subject, case) for case in order.inputs(subject))
+
+
 def record_of(entry: Check, subject: Subject) -> CheckRecord:
     """Run one check of a backend."""
     start = time.perf_counter()
-    name = subject.spec.name
-    record = CheckRecord(backend=name, check=entry.name, promise=entry.promise, outcome=KEPT)
+    name, check = subject.spec.name, entry.body.__name__
+    record = CheckRecord(backend=name, check=check, promise=entry.promise, outcome=KEPT)
     record = replace(record, **_outcome(entry, subject))
     # A backend without declared capabilities fails only by promises that every backend makes.
     failed = record.outcome == BROKEN or (record.outcome == UNPROMISED and not subject.bare)
@@ -111,6 +126,8 @@ def _outcome(entry: Check, subject: Subject) -> dict[str, Any]:
     promises = subject.promises
     missing = ", ".join(name.replace("_", " ") for name in entry.needs if not getattr(promises, name))
     exempt = [name.replace("_", " ") for name in entry.unless if getattr(promises, name)]
+    if subject.position_dependent and (missing == "cross" or exempt):
+        return {"outcome": UNKNOWN, "detail": POSITION_DEPENDENT}
     if missing and subject.bare:
         return {"outcome": UNKNOWN, "detail": f"Not declared: {missing}."}
     if missing or exempt:
@@ -134,8 +151,6 @@ def _outcome(entry: Check, subject: Subject) -> dict[str, Any]:
             return {"outcome": end.outcome, "detail": str(end)}
         except Exception as error:  # any error on a supported input breaks the promise
             raised = f"It raised {described(error)} On {case}."
-            if subject.bare and entry.beyond is not None:
-                return {"outcome": UNKNOWN, "detail": f"Not declared: {entry.beyond}. {raised}"}
             return {"outcome": wrong, "detail": raised, "case": settings(case) if promised else None}
     if worst is None:
         return {"outcome": UNKNOWN, "detail": "The backend supports none of the inputs of this check."}
@@ -181,7 +196,8 @@ def _reductions(case: CheckCase) -> Iterator[CheckCase]:
 def _broken(body: Body, subject: Subject, case: CheckCase) -> Finding | None:
     """The first comparison that does not hold; None if all do, or an error ends them."""
     try:
-        return next((finding for finding in body(subject, case) if not finding.holds), None)
+        with contained():
+            return next((finding for finding in body(subject, case) if not finding.holds), None)
     except Exception:  # another fault than the one that is made smaller
         return None
 
@@ -194,13 +210,15 @@ def settings(case: CheckCase) -> dict[str, Any]:
 
 def snippet(record: CheckRecord, backend: str, declared: Mapping[str, Any] | None, seed: int) -> str:
     """Python that repeats the counterexample of a record and prints its inputs and comparisons."""
-    imported, tested = "replay", repr(backend)
+    imported, tested, case = "replay", repr(backend), record.case or {}
     if declared is not None:
         imported = "adapt, replay"
         tested = f"adapt({', '.join([tested, *(f'{name}={value!r}' for name, value in declared.items())])})"
     seeded = f", seed={seed}" if seed else ""
     return (
         f"from efficient_attn.testing import {imported}\n\n"
-        f"inputs, findings = replay({tested}, {record.check!r}, {record.case!r}{seeded})\n"
+        f"tested = {tested}\n"
+        f"case = dict({', '.join(f'{name}={value!r}' for name, value in case.items())})\n"
+        f"inputs, findings = replay(tested, {record.check!r}, case{seeded})\n"
         'print(*inputs, *findings, sep="\\n")'
     )

@@ -50,7 +50,7 @@ def weights_of_a_row_sum_to_one(subject: Subject, case: CheckCase) -> Iterator[F
     for learned, arranged in itertools.product(LEARNED, (ones, *far)):
         backend = subject.build(case, learned=learned)
         out = run(backend, arranged)
-        # Fully-masked rows are zero, as `blind_queries_give_zeros` checks.
+        # Fully-masked rows are zero, as `fully_masked_rows_give_zeros` checks.
         expected = reads(subject, case, inputs.key_mask, out)[..., None].double().expand_as(out)
         yield close("Row sums", out, expected, 1e-12 * condition(backend, arranged) * case.k_tokens)
 
@@ -118,9 +118,10 @@ def a_window_reads_its_neighbourhood(subject: Subject, case: CheckCase) -> Itera
         if heads % kv == 0
         for variant in both(CheckCase(tokens=tokens, heads=heads, kv_heads=kv, value_dim=3))
     ),
-    beyond="grouped queries",
 )
 def grouped_queries_are_repeated_heads(subject: Subject, case: CheckCase) -> Iterator[Finding]:
+    if not subject.grouped:
+        raise cannot_check("Not declared: grouped queries.")
     inputs, backend, out, bound = plain_call(subject, case)
     group = case.heads // case.kv_heads
     k, v = (x.repeat_interleave(group, dim=1) for x in (inputs.k, inputs.v))

@@ -157,14 +157,14 @@ class Measured:
     floats_read: int | None = cost(
         "", "Number of floats that a query reads per head: keys and values, or a state."
     )
-    accuracy: float | None = share("Share of right answers after training.", scatter="seeds")
-    chance: float | None = setting("share", "Expected accuracy of a guess.", type="number")
-    answers: int | None = setting("", "Number of answers behind the accuracy.")
+    accuracy: float | None = share("Share of correct answers after training.", scatter="seeds")
+    chance: float | None = setting("share", "Expected accuracy of random guessing.", type="number")
+    answers: int | None = setting("", "Number of answers that the accuracy is computed from.")
     output_mse: float | None = error(
         "squared", "Mean squared error of the output, mean over draws.", rounding=2
     )
     output_relative_error: float | None = error(
-        "relative", "Norm of the error of the output over that of the output."
+        "relative", "Norm of the output error over the norm of the exact output."
     )
     kernel_mse: float | None = error(
         "squared", "Mean squared error of the estimated softmax kernel.", rounding=2
@@ -173,10 +173,10 @@ class Measured:
         "", "Entry of the softmax kernel that kernel_mse refers to.", type="number"
     )
     density: float | None = setting(
-        "share", "Share of the visible keys that queries read one by one.", type="number"
+        "share", "Share of the visible keys that queries read individually.", type="number"
     )
     covered_mass: float | None = share(
-        "Share of the exact softmax weight on keys read one by one, mean over queries and heads."
+        "Share of the exact softmax weight on keys read individually, mean over queries and heads."
     )
     expected_kernel_mse: float | None = setting(
         "squared", "Theoretical expectation of kernel_mse.", type="number"

@@ -36,11 +36,6 @@ def read_text(path: Path, *, name: str = "--text") -> str:
         raise DataError(f"{name}: cannot read {path} as UTF-8 text: {error}.") from None
 
 
-def text_files(paths: Sequence[str] | None, *, name: str) -> list[Path] | None:
-    """{name of the file: text}, or None without files."""
-    return [Path(path) for path in paths] if paths else None
-
-
 def named_texts(texts: Texts | None) -> dict[str, str]:
     """{name: text} of a mapping, of texts or of paths of files, or of the shipped texts for None."""
     if texts is None:

@@ -47,18 +47,10 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 # Queries the driver and the file system, so it stays out of the graph.
 @constant_result
-def kernels(device: torch.device, dtype: torch.dtype) -> str:
-    """Kernels of full linear attention with exponential features on a device.
-
-    Returns:
-        "cpu", algorithms for its caches; "flex", FlexAttention, until a call fails to compile it, and in
-        float32 only with TF32; or "torch", PyTorch's operators.
-    """
-    if only_torch():
-        return "torch"
-    if device.type == "cpu":
-        return "cpu"
-    return "flex" if dtype in FLEX_DTYPES and on_tensor_cores(dtype) and compiles(device) else "torch"
+def flex_serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether FlexAttention is compiled for a device: until a call fails, and in float32 only with TF32."""
+    compilable = dtype in FLEX_DTYPES and on_tensor_cores(dtype) and compiles(device)
+    return compilable and not only_torch()
 
 
 @contextmanager

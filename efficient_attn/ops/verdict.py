@@ -68,14 +68,6 @@ def tile(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
     return entry["tile"] if entry is not None and entry["outcome"] == PASSED else None
 
 
-def passed(kernel: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a kernel may serve, without a warning if there is no verdict."""
-    if not paths.compiles(device):
-        return False
-    entry = entry_of(kernel, device, precision_name(kernel, dtype))
-    return entry is not None and entry["outcome"] == PASSED
-
-
 @contextmanager
 def on_trial(tiles: Mapping[str, str]) -> Iterator[None]:
     """Let only these kernels serve, with these tiles, regardless of verdicts."""

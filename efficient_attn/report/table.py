@@ -208,8 +208,9 @@ def dropped_words(table: Table, dropped: Mapping[int, str]) -> list[str]:
     pairs = [(plain(table.columns[number]), value) for number, value in dropped.items()]
     unmeasured = [name.partition(", ")[0] for name, value in pairs if value == NOT_MEASURED]
     same = [f"{name} {value}" for name, value in pairs if value != NOT_MEASURED]
-    lines = (("Not measured", unmeasured), ("In all rows", same))
-    return [f"{words}: {'; '.join(parts)}." for words, parts in lines if parts]
+    lines = ((unmeasured, "not measured"), (same, "in all rows"))
+    shown = [f"{', '.join(parts)} {words}." for parts, words in lines if parts]
+    return [text[0].upper() + text[1:] for text in shown]
 
 
 def _blocks(shown: Sequence[int], columns: Sequence[_Column], width: int) -> list[list[int]]:

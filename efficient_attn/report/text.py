@@ -177,7 +177,8 @@ def failure_notes(records: Iterable[Record]) -> tuple[str, ...]:
     acausal = [r for r in rest if r.status == "unsupported" and NOT_CAUSAL in (r.reason or "")]
     notes = dict.fromkeys(f"{r.case.label}: {r.status}: {r.reason}" for r in rest if r not in acausal)
     if acausal:
-        notes[f"Not causal: {', '.join(dict.fromkeys(r.case.label for r in acausal))}."] = None
+        names = ", ".join(dict.fromkeys(r.case.label for r in acausal))
+        notes[f"Not causal, or not declared so: {names}."] = None
     kinds = dict.fromkeys(f"{r.case.kind} at {r.case.tokens}" for r in unaffordable)
     return (*notes, skipped_note(len(unaffordable), kinds)) if unaffordable else tuple(notes)
 

@@ -83,7 +83,7 @@ def run_study(
         raise OptionError(f"progress is a function of a Progress, such as print, not {progress!r}.")
     if budget_s not in (None, math.inf):
         positive_number("budget_s", budget_s)
-    limit_s = study.default_budget_s() if budget_s is None else budget_s
+    limit_s = study.budget_s if budget_s is None else budget_s
     settled = study.settled
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
     with ExitStack() as stack:
@@ -95,9 +95,7 @@ def run_study(
                 reading = read(path, study.record)
             if resume and (folder / ENVIRONMENT).exists():
                 stored = read_json(folder / ENVIRONMENT)
-        store = Store(
-            path, reading.records, kind=study.record, retry_over_budget=budget_s is not None
-        )
+        store = Store(path, reading.records, kind=study.record, retry_over_budget=budget_s is not None)
         engine = Engine(
             study.points,
             store,

@@ -136,10 +136,6 @@ class Study:
         """Load the inputs and decide what the options leave open."""
         return self.settled_type()
 
-    def default_budget_s(self) -> float | None:
-        """Seconds of measuring by default."""
-        return self.budget_s
-
     def point_limit_s(self) -> float:
         """Seconds of one point, all its rounds together."""
         return inf

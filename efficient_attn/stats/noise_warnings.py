@@ -39,8 +39,8 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
     ]
     if not timed:
         return []
-    scatter = [spread for record in timed if (spread := _scatter(record)) is not None]
-    load, noisy = background_load(environment), sum(spread > _NOISY for spread in scatter)
+    several = [rounds for record in timed if len(rounds := round_times(record)) > 1]
+    load, noisy = background_load(environment), sum(np.log(x).std(ddof=1) > _NOISY for x in several)
     sentences = []
     if noisy:
         text = f"{noisy} of {len(timed)} timings scatter by more than {100 * _NOISY:.0f} % between rounds."
@@ -52,12 +52,6 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
         sentences.append(f"Background load {100 * load:.0f} %. {remark}")
     remarks = dict.fromkeys(f"{record.case.label}: {record.reason}." for record in timed if record.reason)
     return [*sentences, *remarks]
-
-
-def _scatter(record: Record) -> float | None:
-    """Standard deviation of the logarithms of the rounds, None for fewer than two."""
-    rounds = round_times(record)
-    return float(np.log(rounds).std(ddof=1)) if len(rounds) > 1 else None
 
 
 def background_load(environment: Mapping[str, Any] | None) -> float:

@@ -161,7 +161,7 @@ class AttentionLayer(nn.Module):
         """Output of new tokens that follow `state`, and the new state.
 
         Raises:
-            UnsupportedError: If the layer was not built causal or its backend cannot stream.
+            UnsupportedError: If the layer was not built causal or its backend has no incremental decoding.
         """
         check_sequence("x", x, self.model_dim)
         check_mask("key_mask", key_mask, "x", x)

@@ -51,6 +51,6 @@ def test_a_key_is_read_where_its_weight_is_the_exact_one(name, options, causal, 
 def test_a_window_reads_as_many_pairs_as_its_operations_count(causal, global_tokens):
     options = {"window": 9, "global_tokens": global_tokens}
     backend = ea.build("window", head_dim=8, causal=causal, **options)
-    scores = backend.spec.operations(backend.problem, backend.options, TOKENS, 8).matmuls[0]
+    scores = backend.spec.operations(backend.problem, backend.options, TOKENS, 8)[0]
     read = backend.keys_read(*random_qkv(1, 1, 1, TOKENS, TOKENS)[:2])
     assert int(read.sum()) * 8 == scores.multiply_adds

@@ -1,8 +1,10 @@
-"""`efficient-attn check`: tables, JSON and exit codes."""
+"""`efficient-attn check`: answers, tables, JSON and exit codes."""
 
 import json
 import os
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -47,17 +49,52 @@ def check(name, *words):
     return command("check", f"mine.py:{name}", *words)[:2]
 
 
-def test_a_function_in_a_file_is_checked_in_a_table_that_tells_what_could_not_be(monkeypatch):
-    def check_here(backend, *, only, declared, **settings):
-        return ea.check(adapt(backend, **(declared or {})), only=only, on_fail="collect")
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Without child processes, which take seconds to start."""
 
-    monkeypatch.setenv("COLUMNS", "200")
+    def check_here(backend, *, only, declared, **settings):
+        tested = adapt(backend, **declared) if declared else backend
+        return ea.check(tested, only=only, on_fail="collect")
+
     monkeypatch.setattr("efficient_attn.isolated_testing.check_isolated", check_here)
-    code, out = check("attend", "--only", "padding_contents_change_no_bit,equals_softmax_attention")
+
+
+def test_a_function_in_a_file_is_checked_in_a_table_that_tells_what_could_not_be(in_this_process):
+    words = ("--only", "padding_contents_change_no_bit,equals_softmax_attention,frozen_inputs")
+    code, out = check("attend", *words, "--all")
     assert code == 0, out
-    assert "padding_contents_change_no_bit: skipped, undeclared. Not declared: key mask." in out
+    assert "padding_contents_change_no_bit: skipped, undeclared." in out and "Not declared: key mask." in out
     assert "equals softmax attention " in out and "passes, undeclared" in out
-    assert out.splitlines()[-1].partition(": ")[0].endswith("mine.py:attend") and "broken" not in out
+    undeclared = "Tests of undeclared capabilities: 1 skipped, 1 passed; see --all."
+    compared = "Not compared with softmax attention: --exact declares it."
+    brief = ["mine.py:attend: 1 of 1 tests passed.", compared, undeclared]
+    assert check("attend", *words)[1].splitlines() == brief == out.splitlines()[:3]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "first", "part"),
+    [
+        ("local_window", (), "[0-9]+ of [0-9]+ tests passed", "Position-dependent .*: order of keys not t"),
+        ("strided", (), "[0-9]+ of [0-9]+ tests passed", "97 of 130 keys have no gradient"),
+        ("memoising", (), "2[0-9] broken of [0-9]+ tests: no state betw", "- [0-9]+ more: see --all"),
+        (
+            "wrong_scale",
+            ("--exact",),
+            "1 broken of [0-9]+ tests: equals softmax attention",
+            r"- equals_softmax_attention: Against the definition \(error .*, at most 1e-12\)",
+        ),
+    ],
+)
+def test_an_answer_is_one_screen_with_the_verdict_first(name, words, first, part, in_this_process):
+    shutil.copy(Path(__file__).parents[1] / "helpers/plain_functions.py", "plain.py")
+    code, out, _ = command("check", f"plain.py:{name}", *words)
+    lines = out.splitlines()
+    assert len(lines) < 24 and max(map(len, lines)) <= 100, out
+    assert re.match(f"plain.py:{name}: {first}", lines[0]) and re.search(part, out), out
+    assert code == ("broken" in lines[0]) == ("replay(" in out)
+    page = (Path(__file__).parents[2] / "docs/new-attention.md").read_text(encoding="utf-8")
+    assert out in page or name != "local_window"
 
 
 @pytest.mark.slow
@@ -87,9 +124,9 @@ def test_long_adds_sequences_that_the_short_form_does_not_reach(words, outcome):
 
 @pytest.mark.slow
 def test_after_three_checks_that_hang_the_others_are_not_tried():
-    code, out = check("endlessly", "--timeout", "5s")
+    code, out = check("endlessly", "--timeout", "5s", "--all")
     # Of the checks that run beside one another each may be the third.
-    assert code == 1 and 3 <= out.count("the process took longer than 5 s") <= 6
+    assert code == 1 and 3 <= int(re.search("([0-9]+) broken of", out)[1]) <= 6, out
     assert re.search("Not tried: [3-6] earlier checks did not end", out)
 
 

@@ -100,7 +100,7 @@ def columns(monkeypatch, capsys):
 
 RUNS = Path(__file__).parents[2] / "results" / "epyc-2-cores"
 STORED = [str(path.parent.relative_to(RUNS)) for path in sorted(RUNS.glob("**/records.jsonl"))]
-SHOWN = ("bench-default", "bench-256-4096", "recall-default", "swap-encoder")
+SHOWN = ("bench-512-8192", "bench-256-4096", "recall-default", "swap-encoder")
 
 
 @pytest.mark.parametrize(

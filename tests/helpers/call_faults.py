@@ -258,7 +258,7 @@ OF_CALLS = {
         "call after a failure": at.replaced("forward", busy_after_an_error),
         "softmax": at.action(lambda: setattr(nn.functional, "softmax", lambda x, dim: x.softmax(dim))),
     },
-    "outputs_are_the_callers": {
+    "outputs_are_not_aliased": {
         "single value": at.output(
             lambda x, q, k, v, mask: v if k.shape[2] == 1 and q.shape == v.shape and mask is None else x
         ),
@@ -289,7 +289,7 @@ OF_CALLS = {
             lambda x: with_gradient(x, halved), where=lambda x, heads: heads > 2
         )
     },
-    "states_of_thousands_are_whole": {
+    "very_long_states_are_whole": {
         "3000 tokens": at.ring(3000),
         "bfloat16": at.new_values(
             lambda v: v * 0.0, where=lambda v, state: v.dtype == BF16 and state and state[0].shape[2] > 256

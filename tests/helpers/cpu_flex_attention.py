@@ -25,7 +25,7 @@ def on_flex() -> Iterator[None]:
         pytest.skip("FlexAttention of this torch always compiles itself")
     with (
         patch.object(flex_attention, switch, True),
-        patch.object(paths, "kernels", lambda device, dtype: "flex"),
+        patch.object(paths, "flex_serves", lambda device, dtype: True),
         patch.object(verdict, "trusted", lambda *kernel: True),
         patch.object(torch.cuda, "get_device_properties", lambda device: properties),
         patch.object(softmax_identity, "LEAST_KEYS", 8),

@@ -88,7 +88,7 @@ FAULTS = {
         "gradients are cleaned": at.flowing(torch.nan_to_num),
         "negative infinity is cleaned": at.values(lambda v: v.masked_fill(v == -torch.inf, 0.0)),
     },
-    "a_negative_scale_turns_queries_round": {
+    "a_negative_scale_negates_queries": {
         "beyond 128 keys": at.scaled(
             lambda core, k: -1 if core.problem.factor < 0 and k.shape[2] > 128 else 1
         ),
@@ -100,7 +100,7 @@ FAULTS = {
         "last row": at.output(lambda x: torch.cat([x[:, :, :-1], x[:, :, -1:] * row_of(x)], 2)),
         "second block": at.causal_reads(lambda row, key, ahead: (key <= row) | (row < 512)),
     },
-    "blind_queries_give_zeros": {
+    "fully_masked_rows_give_zeros": {
         "wide": at.output(
             lambda x, q, mask: x if mask is None or q.shape[3] < 64 else x + ~mask.any(1)[:, None, None, None]
         )
@@ -111,7 +111,7 @@ FAULTS = {
         "last tile": at.output(lambda x: x * (torch.arange(x.shape[3]) < 64) if x.shape[3] == 96 else x),
         "wide values": at.output(lambda x, q: x * 1.02 if x.shape[3] > q.shape[3] == 64 else x),
     },
-    "every_entry_is_read": {
+    "every_column_is_read": {
         "first 256": at.queries(lambda q: q * (torch.arange(q.shape[3]) < 256)),
         "last tile": at.keys(lambda k: k * (torch.arange(k.shape[3]) < 64) if k.shape[3] == 80 else k),
     },
@@ -301,7 +301,7 @@ LONG = {
         "blocks of 4096": at.first_keys(lambda keys: keys // 4096 * 4096 if keys > 4096 else keys),
         "16 bits": at.first_keys(lambda keys: min(keys, 2**15)),
     },
-    "states_of_thousands_are_whole": {"8192 tokens": at.ring(8192)},
+    "very_long_states_are_whole": {"8192 tokens": at.ring(8192)},
 }
 EXCHANGED = {
     "own rank alone": lambda backend, q, k, v, mask, layout: backend.core(q, k, v, mask),

@@ -146,7 +146,7 @@ def test_every_call_of_a_pipeline_gets_the_same_noise_and_other_masks_stay_exact
     plan = study("swap", "models.py:make_pipeline", BACKENDS)
     assert plan.notes() == [
         "Layers are call sites: 0 is model.masked, 1 is model.causal.",
-        "Left out: model: its mask is no key mask and not causal.",
+        "model stays exact: its mask is no key mask and not causal.",
     ]
     assert plan.settled.model == json.loads(json.dumps(plan.settled.model))
 

@@ -74,5 +74,5 @@ def test_operations_are_those_of_every_key_and_summary_that_is_read(tokens):
     pairs = sum(len(near_of(i, tokens)) + number for i in range(tokens))
     backend = built()
     choosing = tokens * 8 * (number + 1)
-    matmuls = backend.spec.operations(backend.problem, backend.options, tokens, 8).matmuls
+    matmuls = backend.spec.operations(backend.problem, backend.options, tokens, 8)
     assert sum(matmul.multiply_adds for matmul in matmuls) == pairs * 16 + choosing

@@ -203,7 +203,7 @@ def tensors(device="cpu", dtype=torch.float32, head_dim=16, value_dim=16, tokens
 
 
 def test_flex_serves_dimensions_and_sizes_that_its_kernels_take(monkeypatch):
-    monkeypatch.setattr(paths, "kernels", lambda device, dtype: "flex" if dtype.itemsize < 8 else "torch")
+    monkeypatch.setattr(paths, "flex_serves", lambda device, dtype: dtype.itemsize < 8)
     monkeypatch.setattr(verdict, "trusted", lambda *kernel: True)
     for sizes in ({}, {"head_dim": 256, "value_dim": 24}, {"device": "meta", "tokens": 2**24}):
         assert flex.available(*tensors(**sizes)), sizes
@@ -233,19 +233,18 @@ def machine(monkeypatch):
 
 def on(device, dtype=torch.bfloat16):
     paths.compiles.cache_clear()
-    return paths.kernels(torch.device(device), dtype)
+    return paths.flex_serves(torch.device(device), dtype)
 
 
-def test_kernels_are_named_for_each_device_and_dtype(machine):
-    assert [on("cuda", x) for x in (torch.float32, torch.bfloat16, torch.float16)] == ["flex"] * 3
-    assert on("cuda", torch.float64) == on("mps") == on("meta") == "torch"
-    assert on("cpu") == on("cpu", torch.float64) == "cpu"
+def test_flex_attention_serves_cuda_alone_and_no_double_precision(machine):
+    assert all(on("cuda", x) for x in (torch.float32, torch.bfloat16, torch.float16))
+    assert not any((on("cuda", torch.float64), on("mps"), on("meta"), on("cpu")))
     x = torch.ones(1)
     assert paths.tuned_for_cpu(x) and not paths.tuned_for_cpu(x.to("meta"))
     machine.setattr(paths, "on_tensor_cores", lambda dtype: dtype is torch.bfloat16)
-    assert [on("cuda", x) for x in (torch.float32, torch.bfloat16)] == ["torch", "flex"]
+    assert [on("cuda", x) for x in (torch.float32, torch.bfloat16)] == [False, True]
     machine.setenv(paths.VARIABLE, "torch")
-    assert on("cuda") == on("cpu") == "torch" and not paths.tuned_for_cpu(x)
+    assert not on("cuda") and not paths.tuned_for_cpu(x)
 
 
 @pytest.mark.parametrize(
@@ -260,10 +259,10 @@ def test_kernels_are_named_for_each_device_and_dtype(machine):
 )
 def test_a_machine_that_cannot_compile_uses_operators(machine, place, name, value):
     machine.setattr(place, name, value)
-    assert on("cuda") == "torch"
+    assert not on("cuda")
     # A C compiler may be named by the environment.
     machine.setenv("CC", "/opt/cc")
-    assert (on("cuda") == "flex") == (name == "which")
+    assert on("cuda") == (name == "which")
 
 
 def test_float32_is_served_with_tf32_alone(machine):
@@ -286,7 +285,7 @@ def test_a_precision_of_the_cpu_alone_does_not_keep_other_devices_from_float32()
         pytest.skip("this PyTorch has one setting for all devices")
     before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     try:
-        assert paths.kernels(torch.device("cuda"), torch.float32) == "torch"
+        assert not paths.flex_serves(torch.device("cuda"), torch.float32)
     finally:
         matmul.fp32_precision = before
 
@@ -294,7 +293,7 @@ def test_a_precision_of_the_cpu_alone_does_not_keep_other_devices_from_float32()
 @pytest.fixture
 def served(machine):
     """FlexAttention serves the CPU until it is forgone."""
-    machine.setattr(paths, "kernels", lambda _, dtype: "flex" if dtype in paths.FLEX_DTYPES else "cpu")
+    machine.setattr(paths, "flex_serves", lambda _, dtype: dtype in paths.FLEX_DTYPES)
     machine.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=8))
     machine.setattr(verdict, "trusted", lambda *kernel: True)
     machine.setattr(cpu_flash, "available", lambda *tensors: False)
@@ -326,9 +325,9 @@ def test_a_failure_of_the_compiler_is_told_once_and_decides(served):
     served.setattr(torch, "compile", lambda call, **options: fails)
     with pytest.warns(UserWarning, match="float32 runs .*: Failed to find C compiler. Specify CC.$"):
         call()
-    assert [on("cuda", x) for x in (torch.float32, torch.bfloat16)] == ["cpu", "flex"]
+    assert [on("cuda", x) for x in (torch.float32, torch.bfloat16)] == [False, True]
     out = call()
-    served.setattr(paths, "kernels", lambda device, dtype: "cpu")
+    served.setattr(paths, "flex_serves", lambda device, dtype: False)
     assert torch.equal(out, call())
 
 
@@ -337,4 +336,4 @@ def test_a_capture_without_a_call_before_is_told_and_decides_nothing(machine):
     warned = pytest.warns(UserWarning, match="bfloat16 .*no such call came before the capture")
     with warned, pytest.raises(flex.NotCompiledError, match="capture"):
         flex._compiled(torch.device("cuda"), torch.bfloat16, 4, 2, 16, 16)
-    assert on("cuda") == "flex"
+    assert on("cuda")

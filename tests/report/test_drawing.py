@@ -28,7 +28,7 @@ def test_texts_of_committed_runs_are_large_enough_and_none_lies_on_a_second_text
         assert outside(figure) == []
 
 
-@pytest.mark.parametrize("run", ["bench-default", "compare", "compare-encoder-128"])
+@pytest.mark.parametrize("run", ["bench-512-8192", "compare", "compare-encoder-128"])
 def test_no_two_entries_of_a_legend_look_the_same(run):
     for plot in read(RUNS / run).plots().values():
         keys = ("color", "marker", "fillstyle", "linestyle")

@@ -17,7 +17,7 @@ from efficient_attn.runs import results as redraw
 from efficient_attn.runs.results import read
 from efficient_attn.stats.estimates import call_time
 
-BENCH = Path(__file__).parents[2] / "results" / "epyc-2-cores" / "bench-default"
+BENCH = Path(__file__).parents[2] / "results" / "epyc-2-cores" / "bench-512-8192"
 SKIPPED = Record(case=case("time", "window", 4096), status="skipped", reason="would take <about> 3 s")
 
 
@@ -64,6 +64,18 @@ def test_every_record_is_a_point_with_its_value_interval_and_status(bench):
             assert "measured" in text
             if low is not None and high < 3 * median:
                 assert f"({show_seconds(low)} to {show_seconds(high)})" in text
+
+
+def test_a_backend_has_the_symbol_of_the_static_plots_in_every_chart(bench):
+    symbols = {}
+    for data, _ in figures_of(bench.read_text()):
+        for trace in data:
+            if trace.get("marker", {}).get("symbol") and "name" in trace:
+                symbols.setdefault(trace["name"], set()).add(trace["marker"]["symbol"])
+    assert all(len(names) == 1 for names in symbols.values())
+    names = ("exact", "window", "window(global_tokens=4)", "linformer")
+    shown = [symbols[name].pop() for name in names]
+    assert shown == ["circle", "triangle-up", "triangle-up-open", "diamond"]
 
 
 def test_relative_values_are_ratios_to_exact_attention_at_the_same_length(bench):

@@ -280,7 +280,7 @@ def test_causal_errors_are_those_against_causal_attention():
     calibrated = {r.calibrated_on for r in results.records if r.case.backend == "performer-oprf"}
     assert calibrated == {"the inputs measured"}
     assert near == {"exact", "window"} and {*errors} > {"uniform attention"} | near
-    assert "causal: within 10 % of exact there" in results.sentences()[0]
+    assert "Within 10 % output error" in results.sentences()[0]
 
 
 def test_backward_and_batch_are_those_of_times_and_memory_and_are_named():

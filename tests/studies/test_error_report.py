@@ -58,7 +58,7 @@ def test_the_sentences_are_computed_from_the_rows():
         *made_up((0.9, 0.4), (9.0, 8.0), (0.2, 0.1), 0.5, inputs="encoder(layer=1)"),
     ]
     drawn = made_up((0.9, 0.8), (0.7, 0.9), (0.9, 0.9), 0.5, inputs="gaussian(norm=0.5)")
-    words = "Below uniform attention on every input, with fewer operations than exact: window from size 33"
+    words = "Below uniform attention everywhere, with fewer operations than exact: window from size 33"
     counted = [replace(record, flops=1) for record in (*drawn, *real)]
     assert ea.Results(counted).sentences() == [f"{words}."]
     # Backends of users need not declare their operations.

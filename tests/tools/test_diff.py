@@ -98,7 +98,7 @@ def test_settings_that_all_cases_share_and_that_differ_are_one_sentence_in_place
         for settings in ({"threads": 2}, {"threads": 1, "dtype": "float16"})
     )
     (sentence,) = ea.diff(old, new).sentences()
-    assert sentence.startswith("Threads were 2, are 1; dtype was float32, is float16: times and errors of ")
+    assert sentence.startswith("Threads were 2, are 1; dtype was float32, is float16. The runs therefore")
     assert "Only in the new run (2)" in ea.diff(old, results(*old.records, *new.records)).sentences()[-1]
 
 

@@ -72,7 +72,6 @@ def test_without_a_verdict_on_this_machine_operators_serve_with_a_warning(machin
         machine[name] = {"ptxas": "13.5.1", "capability": "10.0"}.get(name, "another")
     with pytest.warns(UserWarning, match="NVIDIA H100|another") as caught:
         assert not trusted() and not trusted(torch.float16) and not trusted(kernel="causal-linear")
-    assert not verdict.passed("flex", CUDA, BFLOAT16)
     # One warning for all kernels.
     assert len(caught) == 1 and "`efficient-attn gpu-check`" in str(caught[0].message)
 

@@ -77,7 +77,8 @@ def mean_values_of_parts(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
     """float32 means of the values, [batch kv_heads features value_dim], and log-sum-exps of the exponents."""
     batch, kv_heads, keys = inputs.k.shape[:3]
     rows = math.ceil(inputs.num_features / flex.BLOCK_ROWS)
-    parts = num_parts(keys, batch * kv_heads * rows, _multiprocessors(inputs.k.device))
+    multiprocessors = torch.cuda.get_device_properties(inputs.k.device).multi_processor_count
+    parts = num_parts(keys, batch * kv_heads * rows, multiprocessors)
     k, v = (zero_masked(x, inputs.key_mask) for x in (inputs.k, inputs.v))
     bias = torch.linalg.vector_norm(k, dim=-1, keepdim=True, dtype=upcast_dtype(k.dtype))
     bias = bias.square_().mul_(-abs(inputs.scale) / 2)
@@ -117,10 +118,6 @@ def _directions(inputs: LinearInputs, batch: int) -> Tensor:
     """Direction w of each feature, [batch kv_heads features head_dim]."""
     w = inputs.exponents().to(inputs.q.dtype)
     return w.expand(batch, inputs.k.shape[1], *w.shape[-2:]).contiguous()
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def suits(inputs: LinearInputs) -> bool:

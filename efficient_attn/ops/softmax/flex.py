@@ -38,7 +38,7 @@ def available(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "flex") -> bool:
     Args:
         kernel: Name in `verdict.SOURCES`.
     """
-    supported = paths.kernels(q.device, q.dtype) == "flex" and all(
+    supported = paths.flex_serves(q.device, q.dtype) and all(
         x.dtype is q.dtype and x.shape[-1] in _DIMS and 0 < x.numel() < _NUMBERS for x in (q, k, v)
     )
     # In TF32 the backward pass by operators rounds scores unlike this kernel: on an H100 gradients of v were

@@ -22,11 +22,10 @@ from efficient_attn.integrations.transformers.swapping import (
     AttentionSites,
     backpropagate_loss,
     build_layers,
-    forward,
     replaced_forward,
 )
 from efficient_attn.measure.calls import answer
-from efficient_attn.measure.copies import PROMPTS, copies_begin
+from efficient_attn.measure.copies import PROMPTS
 from efficient_attn.measure.record import Case
 from efficient_attn.measure.variants import OWN, PLAN, Variant
 from efficient_attn.registry import Choice
@@ -47,19 +46,15 @@ from efficient_attn.studies.swap.subject import ModelSubject
 # Windows of a head, the smallest first: the larger one is tried where fewer than a third of the heads fit.
 STREAMING = tuple(Choice(WINDOW, {"window": window, "global_tokens": 4}) for window in (512, 1024))
 
-# Scores that rank the key/value heads, in the words of the verdict: at first, and where that rank fails.
-CHANGE, SECOND_ORDER = "change of outputs", "second-order score"
-
 # Plans that the bisection tries: the count is known to a 32nd of all heads then.
 _TRIALS = 5
 
 
 class HeadPlan(NamedTuple):
-    """Layer and number of key/value heads with a sliding window, the window, and the score of their rank."""
+    """Layer and number of key/value heads with a sliding window, and the window."""
 
     heads: Sequence[tuple[int, int]]
     choice: Choice
-    score: str
 
     @property
     def by_layer(self) -> dict[int, list[int]]:
@@ -102,39 +97,31 @@ def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *
 def _counted(
     subject: TextSubject, targets: Targets, choice: Choice, labels: Iterator[str]
 ) -> Generator[Point | list[Point], Any, HeadPlan | None]:
-    """Rank the heads and bisect the number that may use a window, or None if a point failed.
-
-    Where a third of them misses a target, a second-order score ranks them anew.
-    """
-    record = yield _rank_point(subject, choice, CHANGE)
+    """Rank the heads and bisect the number that may use a window, or None if a point failed."""
+    record = yield _rank_point(subject, choice)
     if record.status != "ok":
         return None
-    ranked, score = _ranked(record, subject), CHANGE
+    ranked = _ranked(record, subject)
     fewest, most = 0, len(ranked)
     for number in range(_TRIALS):
         count = max(len(ranked) // 3, 1) if number == 0 else (fewest + most) // 2
         if count in (fewest, most):
             break
-        record = yield _planned(subject, next(labels), HeadPlan(ranked[:count], choice, score))
-        if number == 0 and record.status == "ok" and targets.halved().missed(record):
-            rank = yield _rank_point(subject, choice, SECOND_ORDER)
-            if rank.status == "ok":
-                ranked, score = _ranked(rank, subject), SECOND_ORDER
-                record = yield _planned(subject, next(labels), HeadPlan(ranked[:count], choice, score))
+        record = yield _planned(subject, next(labels), HeadPlan(ranked[:count], choice))
         if record.status != "ok":
             return None
         fewest, most = (fewest, count) if targets.halved().missed(record) else (count, most)
-    return HeadPlan(ranked[:fewest], choice, score)
+    return HeadPlan(ranked[:fewest], choice)
 
 
-def _rank_point(subject: TextSubject, choice: Choice, score: str) -> Point:
-    case = case_of(subject, HEADS, replace(OWN_ATTENTION, options={"score": score, **choice.options}))
+def _rank_point(subject: TextSubject, choice: Choice) -> Point:
+    case = case_of(subject, HEADS, replace(OWN_ATTENTION, options=choice.options))
     return Point(
         case=case,
         measure=partial(answer, case, partial(_scored, case, subject, choice)),
         series=OWN,
-        # A second-order score took 2.9 times as long.
-        cost=(3.0 if score == SECOND_ORDER else 1.0) * case.tokens,
+        # A backward pass took twice as long as a forward pass.
+        cost=3.0 * case.tokens,
     )
 
 
@@ -147,15 +134,14 @@ def _ranked(record: AdviseRecord, subject: ModelSubject) -> list[tuple[int, int]
 
 
 def _kv_heads(subject: ModelSubject) -> int:
-    """Key heads of a layer."""
+    """Key/value heads of a layer."""
     return int(subject.shared["num_kv_heads"] or subject.shared["num_heads"])
 
 
 def _scored(case: Case, subject: TextSubject, choice: Choice) -> AdviseRecord:
-    score = second_order_scores if case.options["score"] == SECOND_ORDER else head_scores
-    scores = score(subject.model, subject.sites, subject.texts, choice)
+    scores = head_scores(subject.model, subject.sites, subject.texts, choice)
     rows = [(layer, head, value) for layer, row in scores.items() for head, value in enumerate(row)]
-    return AdviseRecord(case=case, head_scores=json.dumps(rows), ranked_by=case.options["score"])
+    return AdviseRecord(case=case, head_scores=json.dumps(rows))
 
 
 def _variant(label: str, plan: HeadPlan, subject: ModelSubject) -> Variant:
@@ -177,7 +163,6 @@ def _planned(subject: TextSubject, label: str, plan: HeadPlan) -> Point:
         streaming,
         streaming_heads=len(plan.heads),
         key_heads=_kv_heads(subject) * len(subject.layers),
-        ranked_by=plan.score,
     )
 
 
@@ -211,76 +196,38 @@ def _retrieval(case: Case, variant: Variant, subject: TextSubject) -> AdviseReco
 def head_scores(
     model: Any, sites: AttentionSites, texts: Sequence[Tensor], streaming: Choice
 ) -> dict[int, list[float]]:
-    """{layer: score of each key/value head}, the sum of its shares of the change in text and in copies.
-
-    The change is the norm of the difference that a key/value head makes in the output of its layer, after the
-    projection, over the norm of that output: what the residual stream sees. One forward pass per text, with
-    exact outputs; scores are changes over the mean change of all heads, added over text and copies.
-    """
-    changes: dict[int, Tensor] = {}
-
-    def add(site: AttentionSite, kv_heads: int, difference: Tensor, out: Tensor) -> None:
-        added = _changes(difference, out, kv_heads, _projection(site.module, out))
-        changes[site.layer] = changes.get(site.layer, torch.zeros_like(added)) + added
-
-    with _compared(model, sites, texts, streaming, add):
-        for ids in texts:
-            forward(model, ids)
-    table = torch.stack([changes[layer] for layer in sites.layers])
-    scores = (table / table.mean(dim=(0, 1)).clamp_min(torch.finfo(table.dtype).tiny)).sum(dim=-1)
-    return {layer: row.tolist() for layer, row in zip(sites.layers, scores, strict=True)}
-
-
-def second_order_scores(
-    model: Any, sites: AttentionSites, texts: Sequence[Tensor], streaming: Choice
-) -> dict[int, list[float]]:
     """{layer: score of each key/value head}, Σ_t (∂L/∂o_t · Δo_t)², by one backward pass per text.
 
     L is the mean loss of the next token in text and copies, o_t the output of a key/value head (all its query
     heads) at token t before the projection, and Δo_t its change. The sum is the empirical Fisher information
     of the change.
     """
-    scores: dict[int, Tensor] = {}
-
-    def add(site: AttentionSite, kv_heads: int, difference: Tensor, out: Tensor) -> None:
-        def see(gradient: Tensor) -> None:
-            products = (gradient.double() * difference).unflatten(1, (kv_heads, -1)).sum(dim=(2, 4))
-            # The backward pass is that of the summed loss.
-            added = (products / (out.shape[2] - 1)).square().sum(dim=(0, 2))
-            scores[site.layer] = scores.get(site.layer, torch.zeros_like(added)) + added
-
-        out.register_hook(see)
-
-    with _compared(model, sites, texts, streaming, add, gradients=True), _recomputed(model, sites):
-        for ids in texts:
-            backpropagate_loss(model, ids)
-    return {layer: scores[layer].tolist() for layer in sites.layers}
-
-
-@contextmanager
-def _compared(
-    model: Any, sites: AttentionSites, texts: Any, streaming: Choice, see: Any, *, gradients: bool = False
-) -> Iterator[None]:
-    """Run the model with exact attention, and pass `see` the change that a window makes in each call.
-
-    With `gradients` calls with gradients are compared, not the first pass of a block that is recomputed.
-    """
     windows, exact = (
         build_layers(sites, dict.fromkeys(sites.layers, choice), max_tokens=texts[0].shape[1], seed=0)
         for choice in (streaming, EXACT)
     )
+    scores: dict[int, Tensor] = {}
 
     def compare(site: AttentionSite, _: nn.Module, args: Any, named: Any, out: Tensor) -> None:
-        if out.requires_grad == gradients:
+        # The first pass of a block that is recomputed has no gradients.
+        if out.requires_grad:
             with torch.no_grad():
                 difference = windows[site.path](*args, **named) - out
-            see(site, args[1].shape[1], difference, out)
+            out.register_hook(partial(add, site.layer, args[1].shape[1], difference))
 
-    with installed(model, sites.ordered, exact):
+    def add(layer: int, kv_heads: int, difference: Tensor, gradient: Tensor) -> None:
+        products = (gradient.double() * difference).unflatten(1, (kv_heads, -1)).sum(dim=(2, 4))
+        # The backward pass is that of the summed loss.
+        added = (products / (difference.shape[2] - 1)).square().sum(dim=(0, 2))
+        scores[layer] = scores.get(layer, torch.zeros_like(added)) + added
+
+    with installed(model, sites.ordered, exact), _recomputed(model, sites):
         for site in sites.swapped:
             windows[site.path].to(next(site.module.parameters()).device)
             exact[site.path].register_forward_hook(partial(compare, site), with_kwargs=True)
-        yield
+        for ids in texts:
+            backpropagate_loss(model, ids)
+    return {layer: scores[layer].tolist() for layer in sites.layers}
 
 
 @contextmanager
@@ -302,29 +249,3 @@ def _recomputed(model: Any, sites: AttentionSites) -> Iterator[None]:
         hook = embeddings.register_forward_hook(lambda module, args, out: out.requires_grad_())
         stack.callback(hook.remove)
         yield
-
-
-def _changes(difference: Tensor, out: Tensor, kv_heads: int, projection: Tensor | None) -> Tensor:
-    """Changes [kv_heads 2] by key/value head, in the text and in the copies."""
-    begin = copies_begin(out.shape[2])
-    columns: list[Any] = [None] * kv_heads
-    if projection is not None:
-        columns = list(projection.chunk(kv_heads, dim=1))
-    changes = torch.zeros(kv_heads, 2, dtype=torch.float64)
-    for number, rows in enumerate((slice(begin), slice(begin, None))):
-        norm = _projected(out[:, :, rows], projection).norm()
-        for head, change in enumerate(difference[:, :, rows].chunk(kv_heads, dim=1)):
-            changes[head, number] = _projected(change, columns[head]).norm() / norm
-    return changes
-
-
-def _projected(x: Tensor, weight: Tensor | None) -> Tensor:
-    """Outputs [batch heads tokens dim] after their columns of the projection, if there is one."""
-    return x if weight is None else x.transpose(1, 2).flatten(2) @ weight.to(x.dtype).T
-
-
-def _projection(module: nn.Module, out: Tensor) -> Tensor | None:
-    """Weight of the projection of the outputs, the last linear layer that takes all heads, if any."""
-    width = out.shape[1] * out.shape[3]
-    linear = [x for x in module.children() if isinstance(x, nn.Linear) and x.in_features == width]
-    return linear[-1].weight.detach() if linear else None

@@ -82,7 +82,9 @@ def _verdict(
         return None, _UNFINISHED
     if missed := targets.missed(plan):
         return -1, f"the plan misses the target on held-out inputs ({', '.join(missed)})"
-    times = [record for record in records if is_time(record) and record.case.inputs == plan.case.inputs]
+    done = [record for record in records if record.status == "ok" and record.times_s]
+    timed = [record for record in done if record.case.kind == "time"]
+    times = [record for record in timed if record.case.inputs == plan.case.inputs]
     models = [record for record in times if record.case.backend == OWN]
     planned = [record for record in times if record.case.options == plan.case.options]
     if not (models and planned):
@@ -99,7 +101,7 @@ def _described(plan: AdviseRecord, layers: Mapping[int, str], records: Sequence[
     window, width = plan.case.options.get("window"), WIDTH * (plan.loss_difference_error or 0.0)
     text = (
         f"a sliding window (4 first + {window} last tokens) in {plan.streaming_heads} of {plan.key_heads} "
-        f"key/value heads, ranked by {plan.ranked_by}: loss {plan.loss_difference:+.4f} ± {width:.4f} nats, "
+        f"key/value heads: loss {plan.loss_difference:+.4f} ± {width:.4f} nats, "
         f"copy recall {100 * relative_recall(plan):.1f} % of exact"
     )
     for record in records:
@@ -167,10 +169,6 @@ def layers_in_words(chosen: Mapping[int, str]) -> str:
         label: (f"{x[0]}–{x[-1]}" if x[1:] else f"{x[0]}" for x in runs) for label, runs in groups.items()
     }
     return " and ".join(f"{label} in layers {', '.join(layers)}" for label, layers in ranges.items())
-
-
-def is_time(record: AdviseRecord) -> bool:
-    return record.case.kind == "time" and record.status == "ok" and bool(record.times_s)
 
 
 def skipped_points(records: Sequence[AdviseRecord]) -> str:

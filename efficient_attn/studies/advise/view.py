@@ -37,9 +37,8 @@ def _heads_plot(records: Sequence[AdviseRecord]) -> Plot:
     longest = [record for record in records if record.case.tokens == tokens]
     lines: dict[str, list[tuple[int, float | None, float]]] = {}
     for record in sorted(longest, key=lambda record: record.streaming_heads or 0):
-        trial = f"ranked by {record.ranked_by or 'score'}, selection texts"
         point = record.streaming_heads or 0, record.next_token_kl, 100 * relative_recall(record)
-        lines.setdefault(_VERIFIED.get(record.case.label, trial), []).append(point)
+        lines.setdefault(_VERIFIED.get(record.case.label, "selection texts"), []).append(point)
     styles = line_styles([(label, label) for label in lines])
     axes = Axis("KL divergence, nats", "log", show_error), Axis("copy recall, % of exact")
     charts = []

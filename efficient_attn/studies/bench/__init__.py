@@ -90,9 +90,9 @@ _BROKEN = ("unsupported", "oom", "timeout", "crash", "error")
 class Bench(Study):
     """Measure error, speed and peak memory by sequence length.
 
-    Errors are relative to exact attention in float64, on q, k, v of an encoder and a causal decoder; times
-    are of calls of the same shapes, in rounds until each speed is decided. A child process measures, so that
-    a crash costs one record; objects of this process are measured here.
+    Errors are relative to exact attention in float64, on q, k, v of an encoder and a causal decoder. Calls of
+    the same shapes are timed in rounds until each speed-up is decided, in a subprocess; Python objects run
+    in-process.
 
     Example: efficient-attn bench --seq-len 512:8192:x2 --backend window,own.py:attend
     """
@@ -100,7 +100,7 @@ class Bench(Study):
     kinds = ("time", "memory", "error")
     budget_s = 90.0
 
-    backends: shared.Backends = shared.backends(usual="one for each question")
+    backends: shared.Backends = shared.backends(usual="nine typical ones")
     _: KW_ONLY
     seq_lens: shared.Sizes = shared.seq_lens(_LENGTHS)
     of: str | Sequence[str] = option(
@@ -108,11 +108,11 @@ class Bench(Study):
     )
     inputs: Any = option(
         None,
-        "encoder (512 tokens), decoder (4096, causal), gaussian (no errors), FILE; the first two if omitted.",
+        "encoder (512 tokens), decoder (4096, causal), gaussian (no errors), FILE; both models if omitted.",
         metavar="NAME",
     )
     error: bool = option(True, "Measure output errors of attention.")
-    max_error: float = option(DEFAULT_MAX_ERROR, "Relative error of the verdict; 0.1 is 10 %.", free=True)
+    max_error: float = option(DEFAULT_MAX_ERROR, "Output error of the verdict; 0.1 is 10 %.", free=True)
     column: str = option(
         COLUMNS[0], "Fifth column of the table.", metavar="|".join(COLUMNS), free=True
     )

@@ -38,13 +38,13 @@ START = "faster from, tokens"
 _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
 
 _ERRORS = (
-    "error: ‖out − exact‖ / ‖exact‖, exact attention in float64, median over draws, largest over the layers. "
+    "error: ‖out − exact‖ / ‖exact‖ against float64, median over draws, worst layer. "
     f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse than it, or a reference."
 )
 _SPEEDS = (
-    "speed-up: median over rounds, decided where its interval (95 % over at most four looks) excludes 1 or "
-    f"lies within 10 % of it; two runs differ by more, often by a further ±{100 * SHIFT_HALF_WIDTH:.0f} %. "
-    "Starred: best backend but exact. Speed-up, time and memory at all lengths: report.html."
+    "speed-up: median over rounds, decided once its 95 % interval excludes 1 or lies within 10 % of 1. Two "
+    f"runs often differ by a further ±{100 * SHIFT_HALF_WIDTH:.0f} %. Starred: best decided value but exact. "
+    "All lengths: report.html."
 )
 
 

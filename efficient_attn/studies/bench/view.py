@@ -59,7 +59,8 @@ _TOKENS = Axis("sequence length, tokens", "log2", "{:.0f}".format)
 def sentences(records: Sequence[Record], max_error: float, run: Run[Settled]) -> list[str]:
     """The conclusion of each setting, then speeds by device time."""
     settings = comparisons(records)
-    texts = [_verdict(comparison, max_error, run) for comparison in settings]
+    pairs = zip(settings, _places(settings, run), strict=True)
+    texts = [_verdict(comparison, max_error, run, place) for comparison, place in pairs]
     for heading, calls in calls_by_heading(settings, run).items():
         if timed := by_clock(calls).get(DEVICE_TIME):
             rows = sorted(speed_ups(curves(timed, "time_s")), key=lambda row: -row.last.median)
@@ -70,33 +71,46 @@ def sentences(records: Sequence[Record], max_error: float, run: Run[Settled]) ->
     return [text for text in texts if text]
 
 
-def _verdict(comparison: Comparison, limit: float, run: Run[Settled]) -> str:
-    """Backends within the error limit with their speeds, and the nearest beyond it."""
-    place, count = heading_of(comparison, run), f"{100 * limit:g} % of exact"
+def _places(settings: Sequence[Comparison], run: Run[Settled]) -> list[str]:
+    """Inputs of each setting, or its whole heading where two settings share their inputs."""
+    headings = [heading_of(comparison, run) for comparison in settings]
+    inputs = [heading.partition(":")[0] for heading in headings]
+    alone = all(comparison.inputs for comparison in settings) and len({*inputs}) == len(inputs)
+    return inputs if alone else headings
+
+
+def _verdict(comparison: Comparison, limit: float, run: Run[Settled], place: str) -> str:
+    """Backends within the error limit with their speeds, and the closest beyond it."""
+    bound = f"within {100 * limit:g} % output error"
     fast = [row for row in comparison.rows if row.speed is not None and row.is_candidate]
     if comparison.inputs is None:
         rows = sorted(fast, key=lambda row: -row.speed.median if row.speed else 0.0)
         told = ", ".join(map(_in_words, rows))
         return f"{place}: {told}." if told else ""
     near, beyond, unknown = comparison.within(limit)
-    where = "on every layer" if "layers" in comparison.inputs else "there"
+    bound += " on every layer" * ("layers" in comparison.inputs)
     faster = [row for row in near if row.outcome == FASTER]
     parts = []
     if faster:
-        parts.append(f"within {count} {where} and faster: {', '.join(map(_in_words, faster))}")
+        parts.append(f"{bound} and faster: {', '.join(map(_in_words, faster))}")
     elif near:
-        parts.append(f"within {count} {where}, none shown to be faster: {', '.join(map(_in_words, near))}")
+        parts.append(f"{bound}, not shown to be faster: {', '.join(map(_in_words, near))}")
     if unknown:
         names = [f"{row.label} (not measured at {', '.join(map(str, row.missing))})" for row in unknown]
-        parts.append(f"whether within {count} {where} is not known of {', '.join(names)}")
+        parts.append(f"error unknown: {', '.join(names)}")
     if not any(row.is_candidate and (row.speeds or row.largest is not None) for row in comparison.rows):
         return ""
     if not parts:
-        parts.append(f"no measured backend is within {count} {where}")
+        parts.append(f"no backend stays {bound}")
     if useful := [row for row in beyond if row.speed is None or row.speed.outcome == FASTER]:
         nearest = min(useful, key=lambda row: row.largest or 0.0)
-        parts.append(f"nearest{' beyond' if near else ''}: {_in_words(nearest)}")
-    text = f"{place}: {'; '.join(parts)}."
+        parts.append(f"{'next' if near else 'closest'}: {_in_words(nearest)}")
+        uniform = comparison.row(UNIFORM_ATTENTION)
+        measured = [row.errors.get(comparison.tokens) for row in (nearest, uniform) if row]
+        errors = [error.worst for error in measured if error is not None]
+        if len(errors) > 1 and errors[0] > errors[1]:
+            parts.append("no faster backend is more accurate than uniform attention")
+    text = f"{place}: {'. '.join(part[0].upper() + part[1:] for part in parts)}."
     if any(row.speed and row.outcome == OPEN for row in near):
         text += f" {remedy(run.load)}"
     return text
@@ -150,7 +164,7 @@ def cost_plot(groups: Mapping[str, Sequence[Record]], y: str = "time_s") -> Plot
     cases = [point.record.case for group in drawn.values() for curve in group for point in curve.measured]
     conditions = setting(cases[0]) if cases and len(drawn) == 1 else ""
     if cases and y == "time_s":
-        conditions += "; median over rounds with its 95 % interval"
+        conditions += "; median over rounds, 95 % interval"
     return Plot(name, conditions.removeprefix("; "), tuple((chart,) for chart in shown))
 
 
@@ -183,7 +197,7 @@ def comparison_plot(drawn: Sequence[Comparison], max_error: float) -> Plot:
         series = tuple(line._replace(style=styles.get(line.label, line.style)) for line in time.series)
         times.append(time._replace(series=series))
         errors.append(_error_chart(comparison, styles, max_error)._replace(title=heading))
-    conditions = "; ".join(filter(None, (shared, "lower right is better")))
+    conditions = "; ".join(filter(None, (shared, "lower right is better; bands: 95 % interval")))
     if all(len(time.x.ticks) < 2 for time in times):
         return Plot("Output error against speed-up", conditions, in_rows(errors))
     rows = tuple(zip(errors, times, strict=True))
@@ -214,7 +228,7 @@ def _error_chart(comparison: Comparison, styles: dict[str, dict[str, Any]], limi
     for row, error, speed in shown:
         y = floor if error.worst <= ROUNDING else min(error.worst, HIGHEST)
         series.append(Series(row.label, (speed,), (y,), {**styles[row.label], **_POINT}))
-    lines = {f"{100 * limit:g} % of exact": (limit, LIMIT_STYLE)}
+    lines = {f"{100 * limit:g} % error": (limit, LIMIT_STYLE)}
     if (uniform := comparison.row(UNIFORM_ATTENTION)) and comparison.tokens in uniform.errors:
         lines[UNIFORM_ATTENTION] = min(uniform.errors[comparison.tokens].worst, HIGHEST), UNIFORM_STYLE
     series += [Series(label, (), (y,), style) for label, (y, style) in lines.items()]
@@ -230,5 +244,5 @@ def _error_chart(comparison: Comparison, styles: dict[str, dict[str, Any]], limi
             (floor / 1.3, HIGHEST * 1.05),
         ),
         tuple(series),
-        height=3.4,
+        height=2.8,
     )

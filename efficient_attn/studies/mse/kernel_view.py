@@ -30,7 +30,7 @@ _KINDS = {
     "performer-hyperbolic": "hyperbolic",
     "performer-trig": "trigonometric",
 }
-_ANGLES = Axis("angle between query and key", show="{:.0f}°".format, ticks=(0, 60, 120, 180), limits=(0, 180))
+_ANGLES = Axis("angle between query and key", show="{:g}°".format, ticks=(0, 60, 120, 180), limits=(0, 180))
 _SIZES = Axis("number of features", "log2", "{:.0f}".format)
 # Angles of a line of theory, without the two at which an error is 0.
 _SMOOTH = np.linspace(1.5, 178.5, 60)
@@ -165,9 +165,11 @@ def agreement(records: Sequence[Record]) -> list[str]:
         return []
     close = sum((entry.deviation or 0.0) <= _SURE for entry in judged)
     ratios = [entry.value / (entry.expected or math.nan) for entry in judged]
+    few = sum(not entry.draws for entry in entries)
+    rest = f" {few} further points need more draws." if few else ""
     return [
         f"{close} of {len(judged)} kernel errors lie on the closed forms, within {_SURE:.0f} standard errors "
-        f"(measured / theory {min(ratios):.2f} to {max(ratios):.2f})."
+        f"(measured / theory {min(ratios):.2f} to {max(ratios):.2f}).{rest}"
     ]
 
 
@@ -179,7 +181,7 @@ def plots(records: Sequence[Record]) -> dict[str, Plot]:
         return {}
     case, entries = groups[0][0].record.case, [entry for group in groups for entry in group]
     pairs = f"{case.tokens} pairs, head dimension {case.head_dim}"
-    conditions = f"lines: theory; points: {_meaning(entries)}; {pairs}"
+    conditions = f"lines: theory; points where draws suffice: {_meaning(entries)}; {pairs}"
     if len({entry.angle for entry in entries}) == 1:
         conditions += f"; angle {entries[0].angle:g}°"
     styles = line_styles([*{entry.label: entry.record.case.backend for entry in entries}.items()])

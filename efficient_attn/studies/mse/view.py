@@ -22,6 +22,8 @@ NAMES = {
 
 # Errors below this share of uniform attention's are rounding.
 _ROUNDING = 1e-4
+# Smaller errors are shown with an exponent.
+_EXPONENT = 1e-3
 # Decades of an axis, and room at its ends.
 _DECADES, _MARGIN = 1e6, 1.5
 # Points on the edges of an axis: exact from there on, and beyond the axis.
@@ -118,7 +120,7 @@ def interval(points: Curve) -> str:
     if most is None or most.samples < 2:
         return ""
     edges = "95 % interval" if most.samples >= FEWEST_FOR_95 else "range"
-    return f"median of {most.samples} draws, {edges}"
+    return f"median of {most.samples} draws, {edges} within ×3"
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -132,19 +134,23 @@ def tables(records: Sequence[Record]) -> list[Table]:
 def _table(panel: Panel, quantity: str) -> Table:
     sizes = _even({point.size for point in panel.points if point.size is not None})
     odd = {label for label, curve in panel.curves.items() for x in curve if (x.size or 0) - 1 in sizes}
+    fixed = any(point.size is None for point in panel.points)
+    places = [None, *sizes] if fixed else sizes
     rows = [
-        (label, *(_cell(curve, size) for size in (None, *sizes)), _squared(curve[-1].record))
+        (label, *(_cell(curve, size) for size in places), _squared(curve[-1].record))
         for label, curve in panel.curves.items()
     ]
     if panel.uniform is not None:
-        error = text.three_digits(panel.uniform.value)
-        rows.insert(0, (UNIFORM_ATTENTION, error, *[""] * len(sizes), _squared(panel.uniform.record)))
-    heads = ["fixed", *map(str, sizes), "MSE, largest size"]
+        # It has no size.
+        errors = [show_error(panel.uniform.value)] * len(places)
+        rows.insert(0, (UNIFORM_ATTENTION, *errors, _squared(panel.uniform.record)))
+    heads = [*(["fixed"] if fixed else []), *map(str, sizes), "MSE, largest size"]
     if quantity == SQUARED:
         heads.pop()
         rows = [row[:-1] for row in rows]
     meaning = interval(panel.points)
     notes = (
+        f"Columns: {_size_words(panel.points)}.",
         *([f"{meaning[0].upper()}{meaning[1:]}."] if meaning else []),
         *([f"{', '.join(sorted(odd))} = size + 1."] if odd else []),
         *text.mark_notes(rows),
@@ -152,6 +158,13 @@ def _table(panel: Panel, quantity: str) -> Table:
     )
     title = f"{NAMES[quantity]}: {text.describe(panel.inputs)}; {panel.shape}"
     return Table(title, ("backend", *heads), tuple(rows), notes).compared(errors=heads)
+
+
+def _size_words(points: Curve) -> str:
+    """The sizes of all points in words."""
+    options = [point.record.case.options for point in points if point.size is not None]
+    features = bool(options) and all("num_features" in names for names in options)
+    return "number of features" if features else "features, rank or window"
 
 
 def _even(sizes: Collection[int]) -> list[int]:
@@ -163,7 +176,12 @@ def _cell(curve: Curve, size: int | None) -> str:
     """The value and a wide interval."""
     sizes = (None,) if size is None else (size, size + 1)
     point = next((point for point in curve if point.size in sizes), None)
-    return "" if point is None else text.show_spread(*point[1:4], unit=1.0)
+    if point is None:
+        return ""
+    value, tab, words = text.show_spread(*point[1:4], unit=1.0).partition("\t")
+    # Small errors have an exponent.
+    small = f"{show_error(point.value)}{text.UNDECIDED * value.endswith(text.UNDECIDED)}"
+    return f"{small if 0 < point.value < _EXPONENT else value}{tab}{words}"
 
 
 def _squared(record: Record) -> str:
@@ -176,7 +194,8 @@ def _squared(record: Record) -> str:
 def sentences(records: Sequence[Record]) -> list[str]:
     """Useful backends or agreement with theory, then points beyond the budget."""
     shown = panels(records, quantity_in(records))
-    texts = _useful([panel for panel in shown if not panel.inputs.startswith("gaussian")] or shown)
+    real = [panel for panel in shown if not panel.inputs.startswith("gaussian")]
+    texts = _useful(real) if real else _smallest(shown)
     texts += kernel_view.agreement([record for record in records if record.case.of == "kernel"])
     points = Counter(text.describe(record.case.inputs) for record in records)
     skipped = Counter(text.describe(record.case.inputs) for record in records if over_budget(record))
@@ -186,9 +205,22 @@ def sentences(records: Sequence[Record]) -> list[str]:
     return texts
 
 
+def _smallest(shown: Sequence[Panel]) -> list[str]:
+    """The backend of the smallest error at its largest size, beside uniform attention."""
+    texts = []
+    for panel in shown:
+        last = {label: curve[-1] for label, curve in panel.curves.items() if curve[-1].size is not None}
+        if len(last) > 1:
+            label, point = min(last.items(), key=lambda item: item[1].value)
+            beside = f", uniform attention {show_error(panel.uniform.value)}" if panel.uniform else ""
+            inputs = text.describe(panel.inputs)
+            texts.append(f"{inputs}: {label} at {point.size} ({show_error(point.value)}{beside})")
+    return [f"Smallest error. {'; '.join(texts)}."] if texts else []
+
+
 def _useful(shown: Sequence[Panel]) -> list[str]:
     """Backends below uniform attention on every input, with the size from which on they are."""
-    if not shown or any(panel.uniform is None for panel in shown):
+    if any(panel.uniform is None for panel in shown):
         return []
     texts = []
     for label in dict.fromkeys(label for panel in shown for label in panel.curves):
@@ -201,7 +233,7 @@ def _useful(shown: Sequence[Panel]) -> list[str]:
             texts.append(f"{label} from size {max(size for size in sizes if size is not None)}{remark}")
     if not texts:
         return ["No backend beats uniform attention on every input with fewer operations than exact."]
-    return [f"Below uniform attention on every input, with fewer operations than exact: {', '.join(texts)}."]
+    return [f"Below uniform attention everywhere, with fewer operations than exact: {', '.join(texts)}."]
 
 
 def below_from(curve: Curve, uniform: float) -> int | None:
@@ -238,7 +270,7 @@ def plots(records: Sequence[Record]) -> dict[str, Plot]:
     if any(style.items() >= _BEYOND_MARK.items() for style in styles_drawn):
         parts.append("arrow: beyond the axis")
     rows = in_rows(charts, 1 if len(shown) == 1 else 2)
-    plot = Plot(NAMES[quantity].partition(",")[0], "; ".join(parts), rows)
+    plot = Plot(f"Error of the output by {_size_words(points)}", "; ".join(parts), rows)
     return {"error": plot, **entries}
 
 
@@ -272,7 +304,7 @@ def _chart(
         if curve[0].size is not None:
             series += _series(label, curve, styles[label], limits, _rounding(panel))
     sizes = _even({point.size for point in panel.points if point.size is not None})
-    x = Axis("features, rank or window", "log2", "{:.0f}".format, sizes)
+    x = Axis(_size_words(panel.points), "log2", "{:.0f}".format, sizes)
     # Lines of a label end between its terms, not within the formula.
     label = NAMES[quantity].replace("R", "r").replace("MSE / mean square", "MSE\u00a0/\u00a0mean\u00a0square")
     y = Axis(label, "log", show_error, limits=limits)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.texts import Texts, named_texts, text_files
+from efficient_attn.measure.texts import Texts, named_texts
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, Variant, is_yardstick, select
 from efficient_attn.options import option
@@ -39,7 +39,7 @@ def text_option() -> Any:
         "UTF-8 text file (repeatable); six shipped texts if omitted.",
         flag="--text",
         metavar="FILE",
-        parse=text_files,
+        parse=lambda paths, name: [Path(path) for path in paths] if paths else None,
         several=True,
     )
 

@@ -227,7 +227,7 @@ class CallSubject:
     @property
     def notes(self) -> list[str]:
         named = ", ".join(f"{number} is {site}" for number, site in self.sites.items())
-        reasons = [f"Left out: {site}: {why.rstrip('.')}." for site, why in self.left.items()]
+        reasons = [f"{site} stays exact: {why.rstrip('.')}." for site, why in self.left.items()]
         compiled = ["Compiled parts of the model ran eagerly."] if self.called.compiled else []
         return [f"Layers are call sites: {named}.", *reasons, *compiled]
 

@@ -136,7 +136,7 @@ class TextSubject:
         """A remark on attention that stays exact."""
         others, count = self.sites.others, len(self.sites.ordered)
         kinds = " or ".join(sorted({site.kind for site in others}))
-        return [f"{len(others)} of {count} attentions stay exact ({kinds})."] if others else []
+        return [f"{len(others)} of {count} attention layers stay exact ({kinds})."] if others else []
 
     def forward(self) -> Any:
         """The timed call: one forward pass on the first text."""
@@ -213,11 +213,10 @@ def texts_of_lengths(
         whole = {beginning: name for name, beginning in reversed(ids.items()) if len(beginning) == tokens}
         names = [*whole.values()][::-1]
         if most is not None and tokens > most:
-            notes.append(f"Not measured at {tokens} tokens: the model has {most} positions.")
+            notes.append(f"{tokens} tokens were not measured: the model has {most} positions.")
         elif len(names) < 2:
-            notes.append(
-                f"Not measured at {tokens} tokens: {len(names)} of {len(texts)} texts are so long and differ."
-            )
+            enough = f"{len(names)} of {len(texts)} texts are that long and distinct"
+            notes.append(f"{tokens} tokens were not measured: {enough}.")
         else:
             parts = ({name: texts[name] for name in group} for group in (names[::2], names[1::2]))
             choosing, held_out = (TextSubject.of(opened, part, workload, seq_len=tokens) for part in parts)

@@ -38,6 +38,5 @@ class SwapRecord(Record):
     )
     chosen_layers: str | None = setting("", "Backend of each replaced layer, JSON.", type="text")
     attached_layers: str | None = setting("", "Backends of all attention modules, JSON.", type="text")
-    ranked_by: str | None = setting("", "Score that ranks the key/value heads.", type="text")
     streaming_heads: int | None = setting("", "Number of key/value heads with a sliding window.")
     key_heads: int | None = setting("", "Number of key/value heads of the model.")

@@ -65,8 +65,8 @@ def test_what_is_slower_by_prediction_is_not_tried(encoder, monkeypatch):
 def test_lengths_that_model_or_texts_lack_are_named(encoder):
     plan = study("advise", encoder, ["window"], texts=texts(4), seq_lens=(TOKENS, 36, 60, 100))
     assert list(plan.notes()) == [
-        "Not measured at 60 tokens: 0 of 4 texts are so long and differ.",
-        "Not measured at 100 tokens: the model has 64 positions.",
+        "60 tokens were not measured: 0 of 4 texts are that long and distinct.",
+        "100 tokens were not measured: the model has 64 positions.",
     ]
 
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_advised_is_refused(encoder, tmp_path):
     body = saved(gpt2().transformer, tmp_path / "body")
     for model, changes, error, match in (
         (encoder, {"max_kl": 0.05}, OptionError, r"max_kl has no effect here; use min_cosine"),
-        (encoder, {"texts": [text, f"{text} {second}"]}, DataError, "1 of 2 texts are so long and differ"),
+        (encoder, {"texts": [text, f"{text} {second}"]}, DataError, "1 of 2 texts are that long and"),
         (body, {}, UnsupportedError, "an encoder, or a decoder with a language-model head"),
     ):
         with pytest.raises(error, match=match):

@@ -122,7 +122,7 @@ def test_every_length_is_a_swap_of_its_own_of_all_layers_and_of_those_named_that
         plan = study("swap", folder, ["linear-elu"], seq_lens=(8, TOKENS), layers=layers, **request)
         parts = {(point.case.tokens, point.case.layer) for point in points_of(plan)}
         assert parts == {*product({8, TOKENS}, numbers)}
-        assert "1 of 3 attentions stay exact (sliding)" in plan.notes()[0]
+        assert "1 of 3 attention layers stay exact (sliding)" in plan.notes()[0]
 
 
 def test_a_model_whose_layers_all_slide_takes_a_window_of_its_own_width_alone(tmp_path):
