@@ -120,12 +120,11 @@ def advice() -> str:
     """Loss and speed of the stored plan for a model, in two lines."""
     (sentence,) = ea.read(ADVICE).sentences()
     plan = re.search(r"with (a sliding window .*?): (loss .*?), (copy recall [\d.]+ %)", sentence)
-    speed = re.search(r"At (\d+) tokens: (.*?), with", sentence)
+    speed = re.search(r"At (\d+) tokens: undecided, (.*?× )the speed (.*?), with", sentence)
     assert plan and speed, sentence
     return (
-        f"SmolLM2-135M, {speed[1]} tokens: {plan[1]}.\n"
-        f"{plan[2].capitalize()}, {plan[3]} of exact. Whole model {speed[2].removeprefix('undecided, ')}: "
-        "not shown to be faster."
+        f"SmolLM2-135M, {speed[1]} tokens: {plan[1]}:\n"
+        f"{plan[2]}, {plan[3]}; model speed {speed[2]}{speed[3]}: not shown to be faster"
     )
 
 
