@@ -101,7 +101,7 @@ def _answer(backend: str, records: list[Any]) -> Iterator[str]:
     if ":" in backend and any(r.check == _EXACT and r.outcome not in ("kept", "broken") for r in records):
         yield "Not compared with softmax attention: --exact declares it."
     if counts:
-        listed = ", ".join(f"{number} {_OUTCOMES[outcome]}" for outcome, number in counts.items())
+        listed = ", ".join(f"{counts[x]} {words}" for x, words in _OUTCOMES.items() if counts[x])
         yield f"Tests of undeclared capabilities: {listed}; see --all."
 
 

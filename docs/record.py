@@ -82,9 +82,9 @@ def texts() -> dict[str, str]:
     tokens, speed, start = encoder.columns[-3].partition(" ")[0], row[-3], row[-1]
     errors_at, percent = re.sub("[^0-9]", "", encoder.columns[1]), f"{100 * float(row[1]):.0f}"
     result = (
-        "`window-clusters` (exact over near keys, summaries of the others) is faster than exact attention "
-        f"above\n{start} tokens, {speed} as fast at {tokens}, at up to {percent} % output error (worst layer "
-        f"of a real encoder, {errors_at} tokens):\n"
+        f"`{_COMMAND}`: `window-clusters` (exact over near keys, summaries of the\nothers) is faster than "
+        f"exact attention above {start} tokens, {speed} as fast at {tokens}, at up to {percent} % output "
+        f"error\n(worst layer of a real encoder, {errors_at} tokens):\n"
     )
     (kernel,) = ea.read(KERNEL).sentences()
     return {

@@ -83,9 +83,10 @@ class Check:
         long = self.long(subject.seed) if subject.long or self.is_long else ()
         cases = (*self.cases, *self.drawn(subject.seed), *long)
         if not subject.grouped:
-            # A function without declared capabilities has no masks, which must not leave it without inputs.
-            masked = all(case.masked for case in cases)
-            cases = tuple(case.but(kv_heads=case.heads, masked=case.masked and not masked) for case in cases)
+            cases = tuple(case.but(kv_heads=case.heads) for case in cases)
+        if subject.bare and not subject.promises.key_mask and all(case.masked for case in cases):
+            # A function without masks must not be left without inputs.
+            cases = tuple(case.but(masked=False) for case in cases)
         return [case for case in cases if subject.serves(case)]
 
 

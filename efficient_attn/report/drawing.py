@@ -26,7 +26,7 @@ _AXES_SHARE = 0.78
 _LONGEST_NAME, _LONGEST_TEXT = 60, 240
 _POINT = 1 / 72
 # Width of a letter, of the line before a name in a legend, and height of a line of text, in letters' heights.
-_LETTER, _HANDLE, _LINE = 0.56, 4.7, 1.35
+_LETTER, _HANDLE, _LINE = 0.56, 5.9, 1.35
 # Multiples of powers of ten at ticks, the first that fit.
 _STEPS = ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3), (1,))
 
@@ -160,7 +160,8 @@ def _write_texts(figure: Any, plot: Plot, *, legend: bool) -> int:
     longest = (max(map(len, names), default=0) * _LETTER + _HANDLE) * SMALL * _POINT
     columns = min(max(int(WIDTH_INCHES / longest), 1), max(len(names), 1))
     if names or conditions:
-        texts = figure.legend(handles, names, loc="outside lower left", ncols=columns, title=conditions)
+        place: dict[str, Any] = {"loc": "outside lower left", "ncols": columns, "handlelength": 3.2}
+        texts = figure.legend(handles, names, title=conditions, **place)
         texts.get_title().set_color(MUTED)
         texts.set_alignment("left")
     return sum(text.count("\n") + bool(text) for text in (title, conditions)) - (-len(names) // columns) + 1

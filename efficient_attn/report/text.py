@@ -178,7 +178,7 @@ def failure_notes(records: Iterable[Record]) -> tuple[str, ...]:
     notes = dict.fromkeys(f"{r.case.label}: {r.status}: {r.reason}" for r in rest if r not in acausal)
     if acausal:
         names = ", ".join(dict.fromkeys(r.case.label for r in acausal))
-        notes[f"Not causal, or not declared so: {names}."] = None
+        notes[f"Not causal, or not declared so by a decorator: {names}."] = None
     kinds = dict.fromkeys(f"{r.case.kind} at {r.case.tokens}" for r in unaffordable)
     return (*notes, skipped_note(len(unaffordable), kinds)) if unaffordable else tuple(notes)
 

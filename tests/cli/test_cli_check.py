@@ -66,7 +66,7 @@ def test_a_function_in_a_file_is_checked_in_a_table_that_tells_what_could_not_be
     assert code == 0, out
     assert "padding_contents_change_no_bit: skipped, undeclared." in out and "Not declared: key mask." in out
     assert "equals softmax attention " in out and "passes, undeclared" in out
-    undeclared = "Tests of undeclared capabilities: 1 skipped, 1 passed; see --all."
+    undeclared = "Tests of undeclared capabilities: 1 passed, 1 skipped; see --all."
     compared = "Not compared with softmax attention: --exact declares it."
     brief = ["mine.py:attend: 1 of 1 tests passed.", compared, undeclared]
     assert check("attend", *words)[1].splitlines() == brief == out.splitlines()[:3]

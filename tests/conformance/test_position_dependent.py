@@ -48,3 +48,9 @@ def test_keys_that_no_query_reads_are_information():
     assert record.detail == "97 of 130 keys have no gradient: no query reads them."
     (record,) = ea.check("exact", only=["every_column_is_read"])
     assert (record.outcome, record.detail) == ("kept", "")
+
+
+def test_a_function_that_declares_softmax_is_still_tested_for_state_without_masks():
+    memoising = ea.testing.adapt(plain_functions.memoising, exact=True)
+    (record,) = ea.check(memoising, only=["no_state_between_calls"], on_fail="collect")
+    assert record.failed and record.detail.startswith("Different inputs give the same output")

@@ -118,7 +118,7 @@ def _table(entries: Sequence[Entry], records: Sequence[Record]) -> Table:
     cells = {label: {getattr(x, across): _cell(x) for x in line} for label, line in lines.items()}
     rows = tuple((label, *(row.get(place, "") for place in heads)) for label, row in cells.items())
     notes = (
-        *([f"{_meaning(entries).capitalize()}."] if entries else []),
+        *([f"{_meaning(entries).capitalize()}: report.html. Starred: smallest error."] if entries else []),
         *([f"{_FAR}: more than {_SURE:.0f} standard errors from theory."] if _FAR in str(rows) else []),
         *text.mark_notes(rows, words=f"theory{remark}"),
         *([f"{names}: no theory{remark}."] if names else []),

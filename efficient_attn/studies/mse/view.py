@@ -120,7 +120,7 @@ def interval(points: Curve) -> str:
     if most is None or most.samples < 2:
         return ""
     edges = "95 % interval" if most.samples >= FEWEST_FOR_95 else "range"
-    return f"median of {most.samples} draws, {edges} within ×3"
+    return f"median of {most.samples} draws, {edges}"
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -150,8 +150,8 @@ def _table(panel: Panel, quantity: str) -> Table:
         rows = [row[:-1] for row in rows]
     meaning = interval(panel.points)
     notes = (
-        f"Columns: {_size_words(panel.points)}.",
-        *([f"{meaning[0].upper()}{meaning[1:]}."] if meaning else []),
+        f"Columns: {_size_words(panel.points)}. Starred: smallest error.",
+        *([f"{meaning[0].upper()}{meaning[1:]}: report.html."] if meaning else []),
         *([f"{', '.join(sorted(odd))} = size + 1."] if odd else []),
         *text.mark_notes(rows),
         *text.failure_notes(panel.failed),
@@ -212,7 +212,8 @@ def _smallest(shown: Sequence[Panel]) -> list[str]:
         last = {label: curve[-1] for label, curve in panel.curves.items() if curve[-1].size is not None}
         if len(last) > 1:
             label, point = min(last.items(), key=lambda item: item[1].value)
-            beside = f", uniform attention {show_error(panel.uniform.value)}" if panel.uniform else ""
+            ratio = point.value / panel.uniform.value if panel.uniform else None
+            beside = "" if ratio is None else f", {text.two_digits(ratio)}× uniform attention's"
             inputs = text.describe(panel.inputs)
             texts.append(f"{inputs}: {label} at {point.size} ({show_error(point.value)}{beside})")
     return [f"Smallest error. {'; '.join(texts)}."] if texts else []
@@ -263,7 +264,9 @@ def plots(records: Sequence[Record]) -> dict[str, Plot]:
     for panel in shown:
         title = text.describe(panel.inputs) + (f", {_length(panel)}" if len(lengths) > 1 else "")
         charts.append(_chart(panel, styles, (low, high) if alike else _limits([panel]), quantity, title))
-    parts = [*(shapes if len(shapes) == 1 else ()), "float64 reference", *([meaning] if meaning else [])]
+    parts = [*(shapes if len(shapes) == 1 else ()), "float64 reference"]
+    if meaning:
+        parts.append(f"{meaning} within ×3")
     styles_drawn = [line.style for chart in charts for line in chart.series]
     if any(style.items() >= _EXACT_MARK.items() for style in styles_drawn):
         parts.append("circle on the lower edge: exact from there on")
