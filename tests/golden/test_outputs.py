@@ -28,7 +28,7 @@ NEAR = f"exact,exact-dense,linformer,window,window-clusters,{RANDOM}"
 COMMANDS = {
     "mse": "mse --inputs gaussian,encoder --size 16,64 --seq-len 128 --layers 1 --draws 2 --threads 1 "
     f"--backend {NEAR}",
-    "kernel": f"mse --of kernel --size 16,64 --draws 8 --threads 1 --backend {RANDOM}",
+    "kernel": f"mse --of kernel --size 16,64 --angle 60,90,120 --draws 8 --threads 1 --backend {RANDOM}",
     "bench on inputs": f"bench --inputs encoder --seq-len 512 --rounds 1 --threads 1 --backend {NEAR}",
     "bench on causal inputs": "bench --inputs decoder --seq-len 2048 --rounds 1 --threads 1 "
     "--backend exact,window,linear-elu,performer-positive",

@@ -149,13 +149,13 @@ def test_in_a_browser_a_line_is_hidden_and_a_value_is_read(bench, tmp_path, widt
         assert "linformer" in page.value(hidden)
         assert not {"window", "exact"} & set(page.value(hidden))
 
-        x, y = page.value(POINT.format(time, "window", 3))
+        x, y = page.value(POINT.format(time, "exact", 3))
         # A pointer that jumps out of nowhere is not over the chart yet.
         page.mouse("mouseMoved", x - 3, y - 3)
         page.mouse("mouseMoved", x, y)
         page.value(PAUSE)
         text = page.value(f"{time}.querySelector('.hoverlayer').textContent")
-        median, low, high, _ = call_time(times(causal=False)["window", 4096])
-        assert text.startswith(f"windowsequence length, tokens: 4096{show_seconds(median)}")
+        median, low, high, _ = call_time(times(causal=False)["exact", 4096])
+        assert text.startswith(f"exactsequence length, tokens: 4096{show_seconds(median)}")
         assert f"({show_seconds(low)} to {show_seconds(high)})" in text and text.endswith("measured")
         assert page.value("performance.getEntriesByType('resource').length") == 0 and page.errors == []
