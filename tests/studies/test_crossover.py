@@ -41,7 +41,8 @@ def crossover(records):
 
 
 def cells(records):
-    return views.crossover_cells(curves(records, "time_s"))
+    rows = speed_ups(curves(records, "time_s"))
+    return {row.label: views.crossover_cell(row.ratios) for row in rows if len(row.ratios) > 1}
 
 
 @pytest.mark.parametrize(("around", "error"), [(0, 1e-6), (3000, 0.04)])
@@ -98,6 +99,12 @@ def test_an_interval_that_nothing_bounds_is_open_or_the_crossover_is_unclear():
     same = [replace(r, case=replace(r.case, backend="f", label="f")) for r in exact]
     # Equal times are decided, and no length is faster.
     assert cells([*exact, *same]) == {"f": ">4096"}
+
+
+def test_an_interval_may_reach_below_the_lengths_and_end_within_them():
+    speeds = {256: Typical(1.02, 0.9, 1.2, 8), 512: Typical(2.0, 1.9, 2.1, 8)}
+    assert views.crossover_cell(speeds).startswith("≤256?\tbelow 256 to ")
+    assert views.crossover_cell({**speeds, 256: Typical(1.2, 1.1, 1.3, 8)}) == "≤256"
 
 
 WHERE = "2 heads of 8, float32, 2 CPU threads"

@@ -30,7 +30,6 @@ from efficient_attn.stats.estimates import (
     curves,
 )
 from efficient_attn.stats.predicted_time import crossover
-from efficient_attn.stats.speeds import speed_ups
 from efficient_attn.studies.bench.comparison import REFERENCES, ROUNDING, Comparison, Row, comparisons
 
 START = "faster from, tokens"
@@ -191,11 +190,6 @@ def _speed_cell(row: Row, tokens: int) -> str:
 def start_cell(row: Row) -> str:
     """Cell of the crossover, empty for exact attention and for a single length."""
     return crossover_cell(row.speeds) if len(row.speeds) > 1 and not row.is_exact else ""
-
-
-def crossover_cells(all_curves: Sequence[Curve]) -> dict[str, str]:
-    """Cells of the crossover of every backend with several lengths, by label."""
-    return {row.label: crossover_cell(row.ratios) for row in speed_ups(all_curves) if len(row.ratios) > 1}
 
 
 def crossover_cell(ratios: Mapping[int, Typical]) -> str:
