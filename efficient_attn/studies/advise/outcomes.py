@@ -72,7 +72,7 @@ def _verdict(
 ) -> tuple[int | None, str]:
     if plan is None:
         bound = bounds.get(UNIFORM_ATTENTION)
-        if bound is None or bound.low is None or bound.low > 1:
+        if bound is None or (bound.median if bound.low is None else bound.low) > 1:
             return None, _UNFINISHED
         return min(bound.side_of_one, 0), "no efficient attention can make the model clearly faster"
     layers = parsed_layers(plan.chosen_layers)
