@@ -237,12 +237,16 @@ def ranks_heads(opened: Opened) -> bool:
     return several and predicts_next(opened.model, sites)
 
 
-def load(model: Any, workload: Workload) -> Opened:
-    """The model of a folder, or a loaded model in a pair with its tokenizer."""
+def load(model: Any, workload: Workload, dtype: str | None) -> Opened:
+    """The model of a folder, or a loaded model in a pair with its tokenizer.
+
+    Args:
+        dtype: Option of the study; None: the dtype of the checkpoint.
+    """
     from transformers import PreTrainedModel
 
     if isinstance(model, (str, Path)):
-        return open_model(model, dtype=workload.dtype, device=workload.device)
+        return open_model(model, dtype=workload.dtype if dtype else None, device=workload.device)
     if not isinstance(model, tuple) or not isinstance(model[0], PreTrainedModel):
         raise DtypeError(
             "model is a folder, a pair (model, tokenizer) of transformers, or makes its own inputs, not "
