@@ -162,6 +162,7 @@ class Advise(Study):
             hashes = {key: sha256(text.encode()).hexdigest() for key, text in named.items()}
             origin = {**opened.about, "texts": hashes}
         first, heads = pairs[0][0], None
+        notes = [note for subject in pairs[0] for note in subject.notes]
         ranked = decodes and any(has_copies(choosing) for choosing, _ in pairs)
         values = self._targets(_OF_COSINE if first.loss != KL else _OF_HEADS if ranked else _OF_KL)
         limit = values.pop("max_kl") if first.loss == KL else 1 - values.pop("min_cosine")
@@ -186,7 +187,7 @@ class Advise(Study):
             model=origin,
             target=target,
         )
-        return _Setup(points, settled, notes=[*first.notes, *left_out])
+        return _Setup(points, settled, notes=[*dict.fromkeys(notes), *left_out])
 
     def _lengths(self, default: Sequence[int]) -> tuple[int, ...]:
         return parse_sizes(default if self.seq_lens is None else self.seq_lens, name="seq_lens")

@@ -144,6 +144,17 @@ def test_every_length_is_a_swap_of_its_own_of_all_layers_and_of_those_named_that
         assert "1 of 3 attention layers stay exact (sliding)" in plan.notes()[0]
 
 
+def test_a_text_that_the_tokenizer_does_not_know_is_named(encoder):
+    # 20 words, with the two tokens around a text.
+    mixed = {f"{count}": count * "ж " + (20 - count) * "w1 " for count in (11, 12, 0, 20)}
+    ends = "its tokens are the tokenizer's unknown token. Use a text in the model's language and format."
+    warned = [f"12: 55 % of {ends}", f"20: 91 % of {ends}"]
+    assert list(study("swap", encoder, ["window"], texts=mixed).notes()) == warned
+    # Every second text verifies.
+    advice = study("advise", encoder, ["window"], texts=mixed, seq_lens=(22,))
+    assert list(advice.notes()) == warned
+
+
 def test_a_model_whose_layers_all_slide_takes_a_window_of_its_own_width_alone(tmp_path):
     results = swap(saved(mistral(), tmp_path), ["window", "performer-positive", "window-clusters"])
     records = quality(results)
