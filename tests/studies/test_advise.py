@@ -69,11 +69,7 @@ def test_faster_not_faster_and_undecided_are_three_outcomes_of_a_length(times, b
     }
     for tokens, plan in parts:
         assert f"At {tokens} tokens: {outcomes[plan]}" in sentence
-    # A verified plan is given unless it is shown to be slower.
-    given = any(plan not in ((), SLOWER) for plan in times)
-    assert ("layers.json" in results.files()) == given == (len(results.sentences()) == 2)
-    open_ = given and not begins.startswith("Faster")
-    assert ("within the target and not shown to be faster: ea.attach" in results.sentences()[-1]) == open_
+    assert ("layers.json" in results.files()) == begins.startswith("Faster")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +87,7 @@ def test_faster_not_faster_and_undecided_are_three_outcomes_of_a_length(times, b
     ],
 )
 def test_a_length_without_a_decision_is_undecided_for_a_reason(records, told):
-    sentence, *_ = Results(records, environment=TARGET).sentences()
+    (sentence,) = Results(records, environment=TARGET).sentences()
     assert sentence.startswith("Undecided") and told in sentence
 
 
