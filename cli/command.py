@@ -107,8 +107,9 @@ def command_of(study: type[Study]) -> Callable[..., None]:
 
             def started(points: int, limit_s: float | None) -> None:
                 if not quiet and limit_s not in (None, math.inf):
-                    limit = show_seconds(limit_s or 0.0)
-                    console.say(f"{points} points; measuring ends within {limit} (--budget).")
+                    limit, settled = show_seconds(limit_s or 0.0), requested.settled
+                    model = f"The model runs in {settled.dtype}. " if settled.model else ""
+                    console.say(f"{model}{points} points; measuring ends within {limit} (--budget).")
 
             try:
                 results = run_study(

@@ -118,7 +118,7 @@ def reading(table: Table, row: tuple[str, ...]) -> str:
 
 def advice() -> str:
     """Loss and speed of the stored plan for a model, in two lines."""
-    (sentence,) = ea.read(ADVICE).sentences()
+    sentence, *_ = ea.read(ADVICE).sentences()
     plan = re.search(r"with (a sliding window .*?): (loss .*?), (copy recall [\d.]+ %)", sentence)
     speed = re.search(r"At (\d+) tokens: undecided, (.*?× )the speed (.*?), with", sentence)
     assert plan and speed, sentence

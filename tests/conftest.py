@@ -223,7 +223,7 @@ def given_times(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
     from hf_advice import timed
 
     monkeypatch.setattr("efficient_attn.studies.swap.measure.cost", timed)
-    monkeypatch.setattr("efficient_attn.studies.advise.model.PROBE", ())
+    monkeypatch.setattr("efficient_attn.studies.advise.model.PROBE", 0)
     monkeypatch.setattr("efficient_attn.runs.run.between", lambda *moments, **named: {})
 
 

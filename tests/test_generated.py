@@ -53,6 +53,12 @@ def test_a_picture_has_the_texts_and_points_that_are_drawn_now(name: str) -> Non
     assert drawn(name)["content"] == content, f"run: python docs/images.py {name}"
 
 
+@pytest.mark.parametrize("run", ["epyc-2-cores/advise-smollm2-4096", "h100-80gb/advise-smollm2-8192"])
+def test_a_stored_advice_has_its_plan(run: str) -> None:
+    folder = ROOT / "results" / run
+    assert ea.read(folder).files() == {"layers.json": (folder / "layers.json").read_text(encoding="utf-8")}
+
+
 def test_the_numbers_on_the_page_on_errors_are_those_of_the_records() -> None:
     page = " ".join((DOCS / "errors.md").read_text(encoding="utf-8").split())
     records = ea.read(ROOT / "results/epyc-2-cores/mse-default").records

@@ -29,7 +29,7 @@ def attach(
             plan.
         example: Call of a model outside of transformers on typical input, `lambda: model(x)`,
             or a list of such calls.
-        arguments: Further arguments of these functions: `seed`, `max_tokens`, options of the backend, …
+        arguments: Further arguments of these functions: `seed`, `max_tokens`, `weights`, backend options, …
 
     Raises:
         OptionError: If the model is not of transformers and has no example.

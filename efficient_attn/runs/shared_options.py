@@ -112,9 +112,9 @@ def device(default: str | None, shown: str | None = None) -> Any:
     return option(default, _or("auto, cpu, cuda or cuda:1.", shown))
 
 
-def dtype(default: str | None, help: str) -> Any:
+def dtype(default: str | None, help: str, *, rare: bool = True) -> Any:
     """Dtype of the inputs."""
-    return option(default, help, rare=True)
+    return option(default, help, rare=rare)
 
 
 def threads() -> Any:

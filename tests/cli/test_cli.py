@@ -52,6 +52,8 @@ def test_twelve_commands_have_few_options_on_one_screen(monkeypatch):
     shown = {name: options_of(name, "--help") for name in COMMANDS}
     # Some commands have no second help text.
     whole = {name: options_of(name, "--help-all")[0] or shown[name][0] for name in COMMANDS}
+    for name in ("advise", "swap"):
+        assert "--dtype" in command(name, "--help")[1]
     assert {name: pair for name, pair in shown.items() if pair[0] > 16 or pair[1] > 40} == {}
     assert sum(whole.values()) <= 160 and whole["bench"] <= 26, whole
 

@@ -61,6 +61,19 @@ def gemma3(**changes: Any) -> Any:
     return tiny("Gemma3ForCausalLM", **GROUPED, **fields, layer_types=types, **changes)
 
 
+def gpt_oss(**changes: Any) -> Any:
+    """Layers 0 and 2 read the last five tokens, layer 1 everything before it; a sink for each head."""
+    fields = {"sliding_window": WINDOW, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    model = tiny("GptOssForCausalLM", **GROUPED, **fields, layer_types=types, rope_parameters=rope, **changes)
+    # Other implementations have no float64.
+    model.set_experts_implementation("eager")
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, mean=1.0)
+    return model
+
+
 def bart() -> Any:
     """An encoder and a decoder that reads it: three kinds of attention, two layers each."""
     sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 32}
@@ -74,7 +87,7 @@ def opt(**changes: Any) -> Any:
     return tiny("OPTForCausalLM", ffn_dim=48, word_embed_proj_dim=32, **changes)
 
 
-MODELS = {make.__name__: make for make in (bert, modernbert, gpt2, llama, mistral, gemma3, opt)}
+MODELS = {make.__name__: make for make in (bert, modernbert, gpt2, llama, mistral, gemma3, opt, gpt_oss)}
 
 
 def tiny(name: str, **fields: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -31,7 +32,9 @@ RECOMPUTED = (
     "exactly (put the checkpoint around the module)"
 )
 _COMPILED = "it is called in a compiled function (compile the module instead)"
-WEIGHTS_ASKED = "its caller asks for the weights (pass need_weights=False)"
+WEIGHTS_ASKED = (
+    "its caller asks for the weights (pass need_weights=False, or attach(weights='none') if it drops them)"
+)
 CALL_SDPA = (
     "a model from transformers needs attn_implementation='sdpa', nn.MultiheadAttention need_weights=False, "
     "and code with its own softmax must call F.scaled_dot_product_attention instead"
@@ -236,7 +239,12 @@ class AttentionMode(TorchFunctionMode):
     """Mode that passes calls of attention to `attend`, also inside `nn.MultiheadAttention`.
 
     The fused path of torch's layers is off.
+
+    Attributes:
+        weights: "exact", or "none" where callers that ask for the attention weights get None.
     """
+
+    weights = "exact"
 
     def attend(self, call: SdpaCall) -> Tensor:
         """Output of a call, computed outside of the mode."""
@@ -256,9 +264,13 @@ class AttentionMode(TorchFunctionMode):
         if func is SDPA:
             return self.attend(SdpaCall.of(args, options))
         if func is F.multi_head_attention_forward:
-            if options.get("need_weights", True):
+            # fair-esm passes all arguments by position.
+            named = {**dict(zip(_NAMES[: len(args)], args, strict=True)), **options}
+            if self.weights == "none":
+                named["need_weights"] = False
+            elif named.get("need_weights", True):
                 self.unreached(WEIGHTS_ASKED)
-            return _multi_head(self, *args, **options)
+            return _multi_head(self, **named)
         if torch.compiler.is_compiling() and func is torch.ops.higher_order.tag_activation_checkpoint:
             # A checkpoint in a graph, which turns the mode off for its function.
             return func(partial(_again, self, args[0]), *args[1:], **options)
@@ -284,9 +296,9 @@ def _again(mode: AttentionMode, function: Callable[..., Any], *args: Any, **opti
         return function(*args, **options)
 
 
-def _multi_head(mode: AttentionMode, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
+def _multi_head(mode: AttentionMode, query: Tensor, key: Tensor, **options: Any) -> Any:
     with _Again(mode, _same_tensor(query, key)):
-        return _MULTI_HEAD(query, key, *args, **options)
+        return _MULTI_HEAD(query, key, **options)
 
 
 def _same_tensor(x: Tensor, y: Tensor) -> bool:
@@ -311,6 +323,7 @@ def _composite(function: Any) -> Callable[..., Any]:
 
 
 _MULTI_HEAD = _composite(F.multi_head_attention_forward)
+_NAMES = tuple(signature(F.multi_head_attention_forward).parameters)
 
 
 class SiteMode(AttentionMode):

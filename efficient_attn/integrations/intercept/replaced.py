@@ -5,6 +5,7 @@ The module that calls attention gets the backend as a submodule, so that optimis
 other threads use the same backend.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from efficient_attn.sharding import check_alone
 ATTRIBUTE = "efficient_attn"
 
 UNSEEN = "the example makes no such call"
+_NO_WEIGHTS = "weights='none' returns None for attention weights, and no caller may use them."
 
 
 @dataclass(kw_only=True)
@@ -84,6 +86,7 @@ def replace(
     strict: bool = False,
     seed: int = 0,
     max_tokens: int | None = None,
+    weights: str = "exact",
     **options: Any,
 ) -> ReplacedSites:
     """Serve the attention of a model of any library by backends.
@@ -104,6 +107,8 @@ def replace(
         strict: Whether a call that a backend cannot serve raises an error instead of staying exact.
         seed: Random seed, from which the seeds of all sites derive.
         max_tokens: Maximum sequence length of backends that need one, at least that of the example.
+        weights: "exact" or "none". Calls whose caller asks for the attention weights stay exact, or they are
+            served and return None for them, which no caller may use.
         options: Options of the backend.
 
     Raises:
@@ -112,14 +117,22 @@ def replace(
         OptionError: If options accompany a mapping or a plan, or the model has backends already.
         DataError: If the file of a plan cannot be read.
     """
+    if weights not in ("exact", "none"):
+        raise OptionError(f"weights is 'exact' or 'none', not {weights!r}.")
     choices = _choices_by_pattern(backend, options, max_tokens)
     occupied = [name for name, module in model.named_modules() if isinstance(module, SiteBackends)]
     if occupied:
         raise OptionError(f"{occupied[0]} serves this model already: undo() it first.")
     search = SiteSearch(model, choices, seed)
-    with evaluating(model), torch.random.fork_rng(), search:
-        for run in example if isinstance(example, Sequence) else [example]:
-            run()
+    search.weights = weights
+    try:
+        with evaluating(model), torch.random.fork_rng(), search:
+            for run in example if isinstance(example, Sequence) else [example]:
+                run()
+    except (AttributeError, TypeError) as error:
+        if weights == "none" and "None" in str(error):
+            raise UnsupportedError(f"{_NO_WEIGHTS} Nothing was attached: {error}.") from error
+        raise
     search.settle()
     search.check(strict=strict)
     replaced = ReplacedSites(
@@ -132,10 +145,21 @@ def replace(
         backends = {str(site.number): x for site, x in search.built.items() if site.module == name}
         num_calls = sum(site.module == name for site in search.reasons)
         module = SiteBackends(name, backends, num_calls=num_calls, strict=strict)
+        module.weights = weights
         owner = replaced._owners[name] = search.modules[name]
         replaced._restore.append(install_backends(owner, module))
     replaced._restore += forbid_nesting(model, list(replaced._owners.values()))
+    if weights == "none":
+        hook = model.register_forward_hook(_explain_none, always_call=True)
+        replaced._restore.append(hook.remove)
     return replaced
+
+
+def _explain_none(module: nn.Module, args: Any, output: Any) -> None:
+    """Hook that explains errors of callers that use weights. It runs while the error is handled."""
+    error = None if torch.compiler.is_compiling() else sys.exception()
+    if isinstance(error, (AttributeError, TypeError)) and "None" in str(error):
+        error.add_note(_NO_WEIGHTS)
 
 
 def _choices_by_pattern(
@@ -162,6 +186,8 @@ class SiteBackends(nn.ModuleDict):
         calls: {number of the site: {"served" or the reason why a call stayed exact: count}}; calls of
             compiled code are not counted.
     """
+
+    weights = "exact"
 
     def __init__(self, owner: str, backends: Mapping[str, Backend], *, num_calls: int, strict: bool) -> None:
         super().__init__(backends)
@@ -199,7 +225,7 @@ class _Serving(AttentionMode):
 
     def __init__(self, backends: SiteBackends) -> None:
         super().__init__()
-        self._backends, self.number = backends, 0
+        self._backends, self.number, self.weights = backends, 0, backends.weights
         self._differentiable = torch.is_grad_enabled()
 
     def attend(self, call: SdpaCall) -> Tensor:

@@ -11,6 +11,7 @@ from efficient_attn.backends.by_head import NAME as BY_HEAD
 from efficient_attn.backends.by_head import parts_of
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnsupportedError
 from efficient_attn.integrations.assignment_files import assignment_of_backends
+from efficient_attn.integrations.transformers.attend import SINK_DIM
 from efficient_attn.integrations.transformers.loading import data_errors
 from efficient_attn.integrations.transformers.sites import AttentionSite
 from efficient_attn.options import numbers_in_ranges
@@ -71,10 +72,12 @@ def _build_choice(site: AttentionSite, choice: Choice, max_tokens: int | None, s
     if site.pattern.window is not None:
         name, window_options = _within_window(site, chosen, options)
         chosen, options = resolve(name), dict(window_options)
+    if site.sinks:
+        options = _with_sink(site, chosen, options)
     if seed is not None:
         options = seeded(chosen, options, seed)
     problem = AttentionProblem(
-        head_dim=site.head_dim,
+        head_dim=site.head_dim + (SINK_DIM if site.sinks else 0),
         num_heads=site.num_heads,
         max_tokens=max_tokens or site.max_tokens,
         causal=site.pattern.causal,
@@ -112,6 +115,18 @@ def _within_window(site: AttentionSite, spec: BackendSpec, options: Mapping[str,
             f"full=('window', {{'window': {options['window']}}}) sets the other layers."
         )
     return Choice("window", {"window": width} if name == "exact" else {**options, "window": width})
+
+
+def _with_sink(site: AttentionSite, spec: BackendSpec, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with the sink as the first global token of a window."""
+    if spec.name == "window" and site.pattern.causal:
+        return {**options, "global_tokens": max(options.get("global_tokens", 0), 1)}
+    if spec.name != "exact":
+        raise UnsupportedError(
+            f"{site.path} computes with 'sinks', which backend {spec.name!r} does not support; 'exact' does, "
+            "and 'window' where it is causal."
+        )
+    return dict(options)
 
 
 def _choices_by_layer(sites: list[AttentionSite], backends: Mapping[Any, Any]) -> dict[int, Choice]:

@@ -167,7 +167,7 @@ def install(
         model.config.efficient_attn = assignment_of(model, backends)
         # A saved model loaded without its backends would silently compute something else.
         setattr(model.config, _FUNCTION, NAME)
-        states = [site.module for site in sites if needs_state(backends[site.path], site.pattern)]
+        states = [site.module for site in sites if needs_state(site.module, site.pattern)]
         for module, hook in [(model, _refuse_call), *((module, replace_cache_layer) for module in states)]:
             if not hasattr(module, _HOOK):
                 setattr(module, _HOOK, module.register_forward_pre_hook(hook, with_kwargs=True))

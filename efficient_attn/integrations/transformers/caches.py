@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import (
     Cache,
@@ -77,7 +78,7 @@ class StateLayer(CacheLayerMixin):
         return key_states, value_states
 
     def extend(
-        self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, text: Tensor | None
+        self, backend: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, text: Tensor | None
     ) -> Tensor:
         """Output of the new tokens, the last ones of `key_mask` and of all in `text`. Updates the state."""
         if not self.unread:
@@ -86,13 +87,13 @@ class StateLayer(CacheLayerMixin):
                 "use_cache=False works, or no StateCache and no global_tokens in sliding layers."
             )
         self.unread = False
-        self._follow(text, self.seen - k.shape[2], backend.spec.name)
+        self._follow(text, self.seen - k.shape[2], backend)
         if key_mask is not None:
             key_mask = key_mask[:, key_mask.shape[1] - k.shape[2] :]
         out, self.state = backend.extend(q, k, v, self.state, key_mask=key_mask)
         return out
 
-    def _follow(self, text: Tensor | None, past: int, name: str) -> None:
+    def _follow(self, text: Tensor | None, past: int, backend: Any) -> None:
         """Hide earlier tokens that a later mask hides. Compiled code refuses such a mask."""
         read, self.read = self.read, text
         mask = text if read is None else read
@@ -104,7 +105,10 @@ class StateLayer(CacheLayerMixin):
         if torch.compiler.is_compiling():
             torch._assert_async((earlier == shown).all(), PAST.format("compiled code"))
         elif not torch.equal(earlier, shown):
-            self.state = _hidden(self.state, earlier, shown, name=name)
+            # A sink is the first token of a state.
+            if hasattr(backend, "sinks"):
+                earlier, shown = (F.pad(x, (1, 0), value=True) for x in (earlier, shown))
+            self.state = _hidden(self.state, earlier, shown, name=backend.spec.name)
         elif text is not None:
             setattr(text, _COMPARED, id(read))
 
@@ -179,10 +183,12 @@ def _check_streams(site: AttentionSite) -> None:
         raise UnsupportedError(f"The backend of {site.path} has no state; use transformers' own cache.")
 
 
-def needs_state(backend: Backend, pattern: MaskPattern) -> bool:
-    """Whether the cache of a sliding layer drops keys that the backend reads: its global tokens."""
-    parts = (part for part in backend.modules() if isinstance(part, Backend))
-    streaming = any(getattr(part.options, "global_tokens", 0) for part in parts)
+def needs_state(module: Any, pattern: MaskPattern) -> bool:
+    """Whether the cache of a sliding layer drops keys that its backend reads: global tokens."""
+    parts = (part for part in getattr(module, SUBMODULE).modules() if isinstance(part, Backend))
+    # A learned sink is a global token that is in no cache.
+    learned = getattr(module, "sinks", None) is not None
+    streaming = any(getattr(part.options, "global_tokens", 0) > learned for part in parts)
     return streaming and pattern.sliding and pattern.causal
 
 
@@ -198,7 +204,7 @@ def replace_cache_layer(module: Any, args: tuple[Any, ...], named: dict[str, Any
     # Layers that do not slide keep all keys.
     if isinstance(layer, StateLayer) or not getattr(layer, "is_sliding", False):
         return
-    if not needs_state(backend, getattr(backend, PATTERN)):
+    if not needs_state(module, getattr(backend, PATTERN)):
         return
     replaceable = type(layer) in (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
     if not replaceable or layer.get_seq_length():

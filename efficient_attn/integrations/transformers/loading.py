@@ -53,8 +53,11 @@ class Opened(NamedTuple):
     about: dict[str, str]
 
 
-def open_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Opened:
+def open_model(folder: str | Path, *, dtype: str | None = None, device: str = "cpu") -> Opened:
     """Load the model of a folder and its tokenizer.
+
+    Args:
+        dtype: Name of a dtype; None: the dtype of the checkpoint.
 
     Raises:
         DataError: If the folder holds no model, or reading it would run code.
@@ -67,7 +70,7 @@ def open_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu
     kind = model_class(config, path)
     with data_errors(f"Cannot load the tokenizer of {folder}"), _quiet():
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    model, _ = read_model(path, kind, dtype=getattr(torch, dtype))
+    model, _ = read_model(path, kind, dtype=getattr(torch, dtype) if dtype else "auto")
     digest = hashlib.sha256()
     for weight_file in weights:
         with weight_file.open("rb") as file:

@@ -83,9 +83,7 @@ class Advise(Study):
         None, "Min. share of exact attention's copy recall; 0.98 if omitted.", least=0, most=1
     )
     options: shared.Settings = shared.settings(free=False)
-    dtype: str | None = shared.dtype(
-        None, "auto (float32 on the CPU, half precision on CUDA) or a dtype; float32 if omitted."
-    )
+    dtype: str | None = shared.dtype(None, "Dtype of MODEL; that of its checkpoint if omitted.", rare=False)
     device: str | None = shared.device(None, "auto")
     threads: int | None = shared.threads()
     rounds: int = shared.rounds()
@@ -154,7 +152,7 @@ class Advise(Study):
             from efficient_attn.measure.copies import FEWEST_TOKENS
             from efficient_attn.studies.swap.model import load, ranks_heads, texts_of_lengths
 
-            opened = load(self.model, workload)
+            opened = load(self.model, workload, self.dtype)
             decodes = self.backends is None and ranks_heads(opened)
             fits = (positions(opened) or math.inf) >= max(_DECODER_SEQ_LENS)
             lengths = self._lengths(_DECODER_SEQ_LENS if decodes and fits else _SEQ_LENS)
@@ -164,6 +162,7 @@ class Advise(Study):
             hashes = {key: sha256(text.encode()).hexdigest() for key, text in named.items()}
             origin = {**opened.about, "texts": hashes}
         first, heads = pairs[0][0], None
+        notes = [note for subject in pairs[0] for note in subject.notes]
         ranked = decodes and any(has_copies(choosing) for choosing, _ in pairs)
         values = self._targets(_OF_COSINE if first.loss != KL else _OF_HEADS if ranked else _OF_KL)
         limit = values.pop("max_kl") if first.loss == KL else 1 - values.pop("min_cosine")
@@ -188,7 +187,7 @@ class Advise(Study):
             model=origin,
             target=target,
         )
-        return _Setup(points, settled, notes=[*first.notes, *left_out])
+        return _Setup(points, settled, notes=[*dict.fromkeys(notes), *left_out])
 
     def _lengths(self, default: Sequence[int]) -> tuple[int, ...]:
         return parse_sizes(default if self.seq_lens is None else self.seq_lens, name="seq_lens")

@@ -27,8 +27,8 @@ from efficient_attn.studies.swap.measure import (
 from efficient_attn.studies.swap.names import WINDOW
 from efficient_attn.studies.swap.subject import ModelSubject
 
-# Lengths of the short calls from which longer ones are predicted: a few seconds for all backends.
-PROBE = (256, 512, 768, 1024)
+# Length of the longest short call, of which parts predict longer calls: a few seconds for all backends.
+PROBE = 1024
 
 # Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
 ATTEMPTS = (1.0, 0.5, 0.25)
@@ -52,25 +52,29 @@ def model_steps(
     rounds: int,
     heads: Callable[[Any, Any], Points] | None = None,
 ) -> Points:
-    """Rank the `heads` of a decoder, or measure short calls, then all points of each length."""
+    """Rank the `heads` of a decoder, or measure all points of each length."""
     if heads is not None:
         for choosing, held_out in filter(lambda pair: has_copies(pair[0]), pairs):
-            if not (yield from _bound_excludes(choosing, [OWN_ATTENTION], variants, rounds)):
+            # Errors need no quiet machine: one round bounds the gain, and the plan is timed last.
+            if not (yield from _bound_excludes(choosing, [OWN_ATTENTION], variants, rounds=1)):
                 yield from heads(choosing, held_out)
         pairs = [pair for pair in pairs if not has_copies(pair[0])]
     if not pairs:
         return
-    first = pairs[0][0]
-    shared = {key: value for key, value in first.shared.items() if key not in ("tokens", "inputs")}
+    longest = max(choosing.shared["tokens"] for choosing, _ in pairs)
+    probes = _probes(pairs[0][0], variants, min(PROBE, longest), rounds)
+    short: list[AdviseRecord] = []
+    for pair in pairs:
+        yield from _length_steps(pair, variants, probes, short, quantity, limit, rounds)
+
+
+def _probes(subject: ModelSubject, variants: Sequence[Variant], longest: int, rounds: int) -> list[Point]:
+    """Short calls of all backends at a quarter, a half, three quarters and all of a length."""
+    shared = {key: value for key, value in subject.shared.items() if key not in ("tokens", "inputs")}
     costs = Costs(shared={**shared, "inputs": "gaussian"}, measure=worker.measure, rounds=rounds)
     called = [variant for variant in variants if variant.backend != UNIFORM_ATTENTION]
-    probes = [costs.point(variant, tokens) for tokens in PROBE for variant in called]
-    short = (yield probes) if _free(first) else []
-    growth = {variant.label: variant.time_growth for variant in called}
-    for pair in pairs:
-        slower = predicted_slower(short, growth, pair[0].shared["tokens"])
-        may_be_faster = [variant for variant in variants if variant.label not in slower]
-        yield from _length_steps(pair, may_be_faster, quantity, limit, rounds)
+    lengths = sorted({longest * part // 4 for part in range(1, 5)} - {0})
+    return [costs.point(variant, tokens) for tokens in lengths for variant in called]
 
 
 def _lossless_windows(
@@ -103,17 +107,24 @@ def _bound_excludes(
     reference, bound = times[len(references) - 1], times[-1]
     if not (bounded and reference.times_s and bound.times_s):
         return False
-    return time_ratio(bound, reference).side_of_one < 1
+    ratio = time_ratio(bound, reference)
+    return ratio.median <= 1 if ratio.low is None else ratio.side_of_one < 1
 
 
 def _length_steps(
     pair: tuple[ModelSubject, ModelSubject],
     variants: Sequence[Variant],
+    probes: Sequence[Point],
+    short: list[AdviseRecord],
     quantity: str,
     limit: float,
     rounds: int,
 ) -> Points:
-    """Windows in sliding layers, the bound, all layers, single layers, plans, verification."""
+    """Windows in sliding layers, the bound, all layers, single layers, plans, verification.
+
+    Args:
+        short: Records of the probes, which are measured at the first length that the bound does not exclude.
+    """
 
     def loss_of(record: AdviseRecord) -> float:
         loss = getattr(record, quantity) if record.status == "ok" else None
@@ -126,6 +137,11 @@ def _length_steps(
     references = [OWN_ATTENTION, _LOSSLESS] if windows else [OWN_ATTENTION]
     excluded = yield from _bound_excludes(choosing, references, variants, rounds)
     free = [] if excluded else _free(choosing)
+    if free and probes and not short:
+        short += yield [*probes]
+    growth = {variant.label: variant.time_growth for variant in variants}
+    slower = predicted_slower(short, growth, choosing.shared["tokens"])
+    variants = [variant for variant in variants if variant.label not in slower]
 
     losses_of_all: dict[str, float] = {}
     statuses: set[str] = set()

@@ -72,7 +72,7 @@ def _verdict(
 ) -> tuple[int | None, str]:
     if plan is None:
         bound = bounds.get(UNIFORM_ATTENTION)
-        if bound is None or bound.low is None or bound.low > 1:
+        if bound is None or (bound.median if bound.low is None else bound.low) > 1:
             return None, _UNFINISHED
         return min(bound.side_of_one, 0), "no efficient attention can make the model clearly faster"
     layers = parsed_layers(plan.chosen_layers)
@@ -131,12 +131,21 @@ def model_sentences(records: Sequence[AdviseRecord], run: Run[AdviseSettled]) ->
     verdicts = "".join(f" At {outcome.tokens} tokens: {outcome.verdict}." for outcome in outcomes)
     target = quantity_words(targets.quantity, targets.limit)
     text = f"{text} (target: {target}).{verdicts}{settled}{skipped_points(records)}"
-    if not faster or attached_plan(faster[-1]) is None:
+    outcome = usable(outcomes)
+    if outcome is None or attached_plan(outcome) is None:
         return [text]
     # A model from a file is followed in one call; others are found by their modules.
     called = "sites" in run.settled.model
     code = f'ea.attach(model, "{LAYERS}"{", example=lambda: model(*inputs)" * called})'
-    return [text, f"To use the plan for {faster[-1].tokens} tokens: {code}"]
+    open_ = "" if outcome.side == 1 else ", within the target and not shown to be faster"
+    return [text, f"To use the plan for {outcome.tokens} tokens{open_}: {code}"]
+
+
+def usable(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The longest length with a faster plan, or with a verified one that is not shown to be slower."""
+    faster = [outcome for outcome in outcomes if outcome.side == 1]
+    verified = [x for x in outcomes if x.side != -1 and x.plan and parsed_layers(x.plan.chosen_layers)]
+    return next(reversed(faster or verified), None)
 
 
 def attached_plan(outcome: Outcome) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from efficient_attn.report.figures import Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import setting, show_error
 from efficient_attn.studies.advise.names import RANDOM_HEADS
-from efficient_attn.studies.advise.outcomes import LAYERS, attached_plan, outcomes_of
+from efficient_attn.studies.advise.outcomes import LAYERS, attached_plan, outcomes_of, usable
 from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.advise.targets import AdviseSettled, Targets, relative_recall
 from efficient_attn.studies.bench.view import cost_plot
@@ -53,7 +53,7 @@ def _heads_plot(records: Sequence[AdviseRecord]) -> Plot:
 
 
 def files(records: Sequence[AdviseRecord], settled: AdviseSettled) -> dict[str, str]:
-    """The plan of the longest length at which one is faster, as `attach` takes it."""
-    faster = [outcome for outcome in outcomes_of(records, settled.target or Targets()) if outcome.side == 1]
-    attached = attached_plan(faster[-1]) if faster else None
+    """The plan to use, as `attach` takes it."""
+    outcome = usable(outcomes_of(records, settled.target or Targets()))
+    attached = None if outcome is None else attached_plan(outcome)
     return {} if attached is None else {LAYERS: json.dumps(attached, indent=2) + "\n"}

@@ -79,7 +79,7 @@ class Swap(Study):
         None, "Save q, k, v of the layers for mse --inputs.", metavar="FILE.safetensors", free=True
     )
     layers: Sequence[int] | None = shared.layers("Layers for --by-layer and --save, from 0; all if omitted.")
-    dtype: str | None = shared.dtype(None, "Dtype of a model loaded from a folder; float32 if omitted.")
+    dtype: str | None = shared.dtype(None, "Dtype of MODEL; that of its checkpoint if omitted.", rare=False)
     device: str | None = shared.device(None, "cpu")
     threads: int | None = shared.threads()
     rounds: int = shared.rounds()
@@ -166,7 +166,7 @@ class Swap(Study):
         else:
             from efficient_attn.studies.swap.model import TextSubject, load
 
-            named, opened = named_texts(self.texts), load(self.model, workload)
+            named, opened = named_texts(self.texts), load(self.model, workload, self.dtype)
             subjects = [TextSubject.of(opened, named, workload, seq_len=tokens) for tokens in lengths]
         first, layers = subjects[0], self.layers
         unknown = [layer for layer in layers or () if layer not in first.layers]

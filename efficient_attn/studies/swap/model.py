@@ -44,6 +44,9 @@ _DEFAULT_TOKENS = 512
 # With fewer there is no next token to predict, and nothing to average.
 _FEWEST_TOKENS = 2
 
+# Share of unknown tokens above which results say nothing of the model's use.
+_MOST_UNKNOWN = 0.5
+
 # Text for calibration; the other texts are held out.
 FIRST_TEXT = "the first text"
 
@@ -133,10 +136,17 @@ class TextSubject:
 
     @property
     def notes(self) -> list[str]:
-        """A remark on attention that stays exact."""
+        """Remarks on attention that stays exact, and on texts that the tokenizer does not know."""
         others, count = self.sites.others, len(self.sites.ordered)
         kinds = " or ".join(sorted({site.kind for site in others}))
-        return [f"{len(others)} of {count} attention layers stay exact ({kinds})."] if others else []
+        notes = [f"{len(others)} of {count} attention layers stay exact ({kinds})."] if others else []
+        unknown = getattr(self.tokenizer, "unk_token_id", None)
+        for name, ids in zip(self.about["texts"], self.texts, strict=True):
+            share = 0.0 if unknown is None else float((ids == unknown).double().mean())
+            if share > _MOST_UNKNOWN:
+                words = f"{100 * share:.0f} % of its tokens are the tokenizer's unknown token"
+                notes.append(f"{name}: {words}. Use a text in the model's language and format.")
+        return notes
 
     def forward(self) -> Any:
         """The timed call: one forward pass on the first text."""
@@ -237,12 +247,16 @@ def ranks_heads(opened: Opened) -> bool:
     return several and predicts_next(opened.model, sites)
 
 
-def load(model: Any, workload: Workload) -> Opened:
-    """The model of a folder, or a loaded model in a pair with its tokenizer."""
+def load(model: Any, workload: Workload, dtype: str | None) -> Opened:
+    """The model of a folder, or a loaded model in a pair with its tokenizer.
+
+    Args:
+        dtype: Option of the study; None: the dtype of the checkpoint.
+    """
     from transformers import PreTrainedModel
 
     if isinstance(model, (str, Path)):
-        return open_model(model, dtype=workload.dtype, device=workload.device)
+        return open_model(model, dtype=workload.dtype if dtype else None, device=workload.device)
     if not isinstance(model, tuple) or not isinstance(model[0], PreTrainedModel):
         raise DtypeError(
             "model is a folder, a pair (model, tokenizer) of transformers, or makes its own inputs, not "

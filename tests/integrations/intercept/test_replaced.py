@@ -3,6 +3,7 @@
 import pickle
 import re
 from contextlib import nullcontext
+from functools import partial
 from unittest.mock import patch
 
 import hf_models
@@ -227,6 +228,65 @@ def test_attention_that_returns_its_weights_is_named_as_unreached():
         ea.intercept.replace(layer, "window", example=lambda: layer(X, X, X))
 
 
+class WithWeights(nn.Module):
+    """A layer of another package that asks for attention weights, as fair-esm's, and may use them."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(DIM, 4, batch_first=True)
+
+    def forward(self, x, use=False, positional=False):
+        if positional:
+            inner, x = self.attention, x.transpose(0, 1)
+            both = (inner.in_proj_weight, inner.in_proj_bias, None, None, False, 0.0)
+            ends = (inner.out_proj.weight, inner.out_proj.bias, False, None, positional == "weights")
+            return F.multi_head_attention_forward(x, x, x, DIM, 4, *both, *ends)[0].transpose(0, 1)
+        output, weights = self.attention(x, x, x)
+        return output * weights.mean() if use else output
+
+
+@torch.no_grad()
+def test_weights_that_a_caller_drops_are_none_at_the_users_word():
+    model = WithWeights().eval()
+    alone, local = model(X), model.attention(X, X, X, need_weights=False)[0]
+    with ea.attach(model, "window", window=3, example=lambda: model(X), weights="none") as replaced:
+        assert replaced.served == {"attention": "window"}
+        actual, weights = model.attention(X, X, X)
+        assert weights is None
+        assert replaced.calls == {"attention": {"served": 1}}
+        assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(X), actual)
+    assert not torch.allclose(actual, local)
+    with ea.attach(model, "exact", example=lambda: model(X), weights="none"):
+        torch.testing.assert_close(model(X), alone)
+    assert torch.equal(model(X), alone)
+
+
+@torch.no_grad()
+def test_a_caller_that_uses_the_weights_learns_why_they_are_none():
+    model = WithWeights().eval()
+    alone = model(X, use=True)
+    arguments = {"weights": "none", "strict": True}
+    with pytest.raises(UnsupportedError, match=r"no caller may use them\. Nothing was attached: .*mean"):
+        ea.attach(model, "window", example=lambda: model(X, use=True), **arguments)
+    with ea.attach(model, "window", example=lambda: model(X), **arguments):
+        with pytest.raises(AttributeError, match="'mean'") as raised:
+            model(X, use=True)
+        assert "weights='none'" in raised.value.__notes__[0]
+    assert torch.equal(model(X, use=True), alone)
+
+
+@torch.no_grad()
+def test_need_weights_is_read_by_position():
+    model = WithWeights().eval()
+    with ea.attach(model, "window", example=lambda: model(X, positional=True)) as replaced:
+        assert replaced.served == {"model": "window"}
+    example = partial(model, X, positional="weights")
+    with pytest.raises(UnsupportedError, match=r"asks for the weights .*weights='none'"):
+        ea.attach(model, "window", example=example)
+    with ea.attach(model, "window", example=example, weights="none") as replaced:
+        assert replaced.served == {"model": "window"}
+
+
 @torch.no_grad()
 def test_a_module_around_another_that_calls_attention_stays_exact():
     class Outer(OwnModel):
@@ -257,6 +317,7 @@ PAIRS = [("window",), ("window", 65), ("window", {}, 3)]
         ("by-head", {"heads": {"0": ("window", {"scale": 1.0})}}, OptionError, "scale=1.0 is no option of"),
         ({}, {}, OptionError, "names no site"),
         ("windoww", {}, UnknownNameError, "windoww"),
+        ("window", {"weights": None}, OptionError, "weights is 'exact' or 'none', not None"),
     ],
 )
 def test_wrong_requests_name_the_argument_and_change_nothing(backend, options, error, match):

@@ -24,7 +24,7 @@ def gradients(model, batch):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", ["bert", "modernbert", "gpt2", "llama", "gemma3", "opt"])
+@pytest.mark.parametrize("name", ["bert", "modernbert", "gpt2", "llama", "gemma3", "opt", "gpt_oss"])
 def test_exact_equals_sdpa_with_left_and_right_padding_and_so_do_gradients(name, counted):
     model, batch = MODELS[name](), inputs()
     expected, step = logits(model, batch), gradients(model, batch)

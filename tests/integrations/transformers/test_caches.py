@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from hf_models import MODELS, ROUNDING, WINDOW, gemma3, inputs, llama, mistral, modernbert
+from hf_models import MODELS, ROUNDING, WINDOW, gemma3, gpt_oss, inputs, llama, mistral, modernbert
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionAndSlidingWindowAttentionLayer
 
@@ -41,7 +41,7 @@ def assert_same(actual, expected, bound=1e-5):
     assert torch.equal(actual[0], expected[0])
 
 
-CASES = [(name, "exact") for name in ("llama", "mistral", "gemma3", "opt")]
+CASES = [(name, "exact") for name in ("llama", "mistral", "gemma3", "opt", "gpt_oss")]
 CASES += [("llama", name) for name in ("performer-positive", "window", "by-head", "block-topk")]
 
 
@@ -139,6 +139,13 @@ def masks_of_turns():
 @torch.no_grad()
 def test_tokens_that_a_later_mask_hides_are_hidden_as_in_the_cache_of_transformers(backend, options):
     model, masks = attach(llama().double(), backend, **options), masks_of_turns()
+    expected = chat(model, DynamicCache(config=model.config), *masks)
+    torch.testing.assert_close(chat(model, StateCache(model), *masks), expected, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_a_state_hides_tokens_behind_its_sink():
+    model, masks = attach(gpt_oss().double(), "exact"), masks_of_turns()
     expected = chat(model, DynamicCache(config=model.config), *masks)
     torch.testing.assert_close(chat(model, StateCache(model), *masks), expected, rtol=0, atol=1e-12)
 

@@ -212,6 +212,10 @@ def test_a_decoder_whose_layers_all_slide_has_no_heads_to_rank():
 
 def test_heads_are_ranked_only_where_uniform_attention_is_faster(small, advised, given_times, monkeypatch):
     assert [record.case.kind for record in advised.records[:4]] == ["swap", "bound", "bound", "heads"]
+    # One round bounds the gain; the plan, verified before, is timed in all rounds.
+    rounds = [len(record.round_sizes) for record in advised.records if record.times_s]
+    kinds = [record.case.kind for record in advised.records]
+    assert rounds == [1, 1, 4, 4] and kinds.index("time") > max(n for n, x in enumerate(kinds) if x == "swap")
     monkeypatch.setitem(TIMES_S, UNIFORM_ATTENTION, 1.0)
     results = ea.advise(small, texts=TEXTS, **LOOSE)
     assert [record.case.kind for record in results.records] == ["swap", "bound", "bound"]

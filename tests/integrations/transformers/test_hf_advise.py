@@ -13,7 +13,8 @@ from study_points import study
 
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers import attach
-from efficient_attn.measure.record import replace
+from efficient_attn.measure.record import Record, replace
+from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.runs.progress import Durations
 from efficient_attn.runs.results import read
 from efficient_attn.studies.advise.names import LOSSLESS, SLIDING
@@ -30,6 +31,11 @@ WINDOWS = {"backends": ["window"], "options": {"window": {"window": [15, 5]}}, "
 
 def swaps(results):
     return [record for record in results.records if record.case.kind == "swap"]
+
+
+def timed_call(case):
+    """A time of attention alone in proportion to the tokens."""
+    return Record(case=case, times_s=(1e-3 * case.tokens,) * 4, round_sizes=(1,) * 4)
 
 
 def predict_long(patch, chosen):
@@ -60,6 +66,20 @@ def test_what_is_slower_by_prediction_is_not_tried(encoder, monkeypatch):
     monkeypatch.setattr("efficient_attn.studies.advise.model.predicted_slower", lambda *arguments: slower)
     labels = {record.case.label for record in swaps(advise(encoder, min_cosine=0.9))}
     assert "linformer(rank=12)" not in labels and {"window(window=15)", "window(window=5)"} <= labels
+
+
+def test_short_calls_follow_the_bound_and_are_no_longer_than_the_texts(encoder, monkeypatch):
+    monkeypatch.setattr("efficient_attn.studies.advise.model.PROBE", 1024)
+    path = "efficient_attn.measure.worker.measure"
+    monkeypatch.setattr(path, lambda case, *arguments, **named: timed_call(case))
+    records = advise(encoder, min_cosine=0.9).records
+    short = [number for number, record in enumerate(records) if record.case.of == "attention"]
+    bounds = [number for number, record in enumerate(records) if record.case.kind == "bound"]
+    assert {records[number].case.tokens for number in short} == {6, 12, 18, 24}
+    assert bounds and max(bounds) < min(short)
+    # A bound that excludes all plans leaves nothing to predict.
+    monkeypatch.setitem(TIMES_S, UNIFORM_ATTENTION, 1.0)
+    assert not [x for x in advise(encoder, min_cosine=0.9).records if x.case.of == "attention"]
 
 
 def test_lengths_that_model_or_texts_lack_are_named(encoder):

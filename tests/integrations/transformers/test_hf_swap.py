@@ -101,6 +101,25 @@ def test_a_causal_model_without_a_head_is_compared_by_its_hidden_states(tmp_path
     assert record.next_token_kl is None
 
 
+@pytest.mark.parametrize(
+    ("dtype", "loaded"), [(None, "bfloat16"), ("float32", "float32"), ("auto", "float32")]
+)
+def test_the_reference_is_the_model_in_the_dtype_of_its_checkpoint_or_of_the_option(tmp_path, dtype, loaded):
+    folder = saved(bert().to(torch.bfloat16), tmp_path)
+    results = swap(folder, ["window"], options=WINDOW_OF_3, texts=texts(1), dtype=dtype)
+    assert {record.case.dtype for record in results.records} == {loaded}
+    assert f"heads of 8, {loaded}, " in results.tables()[0].title
+    model = transformers.AutoModelForMaskedLM.from_pretrained(folder, dtype=getattr(torch, loaded)).eval()
+    ids = tokenized(folder)[0]
+    exact = hidden_states(model, ids)
+    with swapped(model, "window", window=3):
+        expected = relative_error(hidden_states(model, ids), exact)
+    record = quality(results)["window(window=3)", None]
+    assert record.hidden_relative_error == pytest.approx(expected, rel=1e-3)
+    advice = study("advise", folder, ["window"], texts=texts(2), seq_lens=(TOKENS,), dtype=dtype)
+    assert advice.settle().dtype == loaded
+
+
 def test_random_features_are_drawn_anew_and_calibrated_on_the_first_text(encoder):
     records = quality(swap(encoder, ["performer-positive", "performer-oprf"], draws=2, seed=7))
     record, calibrated = records["performer-positive", None], records["performer-oprf", None]
@@ -123,6 +142,17 @@ def test_every_length_is_a_swap_of_its_own_of_all_layers_and_of_those_named_that
         parts = {(point.case.tokens, point.case.layer) for point in points_of(plan)}
         assert parts == {*product({8, TOKENS}, numbers)}
         assert "1 of 3 attention layers stay exact (sliding)" in plan.notes()[0]
+
+
+def test_a_text_that_the_tokenizer_does_not_know_is_named(encoder):
+    # 20 words, with the two tokens around a text.
+    mixed = {f"{count}": count * "ж " + (20 - count) * "w1 " for count in (11, 12, 0, 20)}
+    ends = "its tokens are the tokenizer's unknown token. Use a text in the model's language and format."
+    warned = [f"12: 55 % of {ends}", f"20: 91 % of {ends}"]
+    assert list(study("swap", encoder, ["window"], texts=mixed).notes()) == warned
+    # Every second text verifies.
+    advice = study("advise", encoder, ["window"], texts=mixed, seq_lens=(22,))
+    assert list(advice.notes()) == warned
 
 
 def test_a_model_whose_layers_all_slide_takes_a_window_of_its_own_width_alone(tmp_path):
@@ -262,9 +292,10 @@ def test_the_command_names_texts_by_their_files(encoder, tmp_path, monkeypatch, 
     for number, text in enumerate(texts().values()):
         Path(f"{number}.txt").write_text(text)
     request = ["swap", str(encoder), "--text", "0.txt", "--text", "1.txt", "--rounds", "1", "--draws", "1"]
-    code, out, _ = command(*request, "--backend", "exact")
+    code, out, err = command(*request, "--backend", "exact")
     title, *_, folder = out.splitlines()
     assert code == 0 and title.startswith("Attention replaced: ") and " on 2 texts #" in title
+    assert "The model runs in float32. 9 points; " in err
     environment = json.loads(Path(folder, "environment.json").read_text())
     assert set(environment["settled"]["model"]["texts"]) == {"0.txt", "1.txt"}
     assert str(tmp_path) not in json.dumps(environment)

@@ -8,7 +8,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from hf_models import TOKENS, attended, bart, bert, gpt2, inputs, llama, mistral, modernbert
+from hf_models import TOKENS, attended, bart, bert, gpt2, gpt_oss, inputs, llama, mistral, modernbert
 
 from efficient_attn.distributed.calls import in_force
 from efficient_attn.distributed.layout import Layout
@@ -51,6 +51,8 @@ def by_head(backend):
         (modernbert, {"backend": "window", "window": 65}, OptionError, "slides over 9 keys"),
         (mistral, by_head(("window", {"window": 9})), OptionError, "attn slides over 5 keys"),
         (mistral, by_head("linear-elu"), UnsupportedError, "'linear-elu' does not support causal over 5"),
+        (gpt_oss, {"full": "linear-elu"}, UnsupportedError, "'sinks', which backend 'linear-elu' does not"),
+        (gpt_oss, by_head("exact"), UnsupportedError, "'sinks', which backend 'by-head' does not"),
         (bert, {"backend": {"0-1": ("exact", {"causal": True})}}, OptionError, "causal=True is no option of"),
         (bert, {"backend": "window", "scale": 0.3}, OptionError, "scale=0.3 is no option .* leave it out"),
         (bert, {"full": ("window", {"max_tokens": 9})}, OptionError, "max_tokens: an argument of the attach"),
@@ -64,10 +66,11 @@ def by_head(backend):
 def test_a_bad_request_is_refused_and_nothing_is_attached(make, request_, error, match):
     model = make()
     state, config = list(model.state_dict()), model.config.to_dict()
+    implementation = model.config._attn_implementation
     with pytest.raises(error, match=match):
         attach(model, **request_)
     assert (list(model.state_dict()), model.config.to_dict()) == (state, config)
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == implementation != "efficient_attn"
 
 
 def test_what_is_no_single_model_of_transformers_with_backends_is_refused():
@@ -106,7 +109,7 @@ def test_a_call_that_no_backend_computes_is_refused_until_the_model_has_its_atte
     assert model(**arguments).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("argument", ["softcap", "cu_seq_lens_q", "output_attentions"])
+@pytest.mark.parametrize("argument", ["softcap", "s_aux", "cu_seq_lens_q", "output_attentions"])
 def test_arguments_of_attention_that_no_backend_supports_are_refused_by_their_name(argument):
     q, reason = torch.randn(1, 2, 4, 8), "(', which no backend supports|: .* never materialised)"
     with pytest.raises(UnsupportedError, match=f"{argument}{reason};.* attn_implementation='eager'"):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from hf_models import SIZES, bert, config, gemma3, inputs, llama, logits, saved
+from hf_models import SIZES, bert, config, gemma3, gpt_oss, inputs, llama, logits, saved
 
 import efficient_attn as ea
 from efficient_attn.backend import Backend
@@ -43,10 +43,18 @@ def calibrated():
     return model
 
 
+def sinks():
+    model = gpt_oss()
+    # As in a loaded model.
+    model.set_experts_implementation("grouped_mm")
+    return attach(model, full=("window", {"window": 7}))
+
+
 MAKERS = {
     "keys as values": lambda: linformer(sharing="key-value"),
     "calibrated, redrawn": calibrated,
     "by layer": lambda: attach(bert(), {"0-1": ("window", {"window": 7}), 2: "performer-trig"}),
+    "sinks": sinks,
     "sliding heads": lambda: attach(gemma3(), "by-head", heads={"1": ("window", {"global_tokens": 2})}),
 }
 
