@@ -230,9 +230,7 @@ def _points(study: Study) -> Any:
     for point in foreseen(study.points(), Store(kind=study.record)).values():
         case = point.case
         shape = f"{case.num_heads} × {case.head_dim}"
-        rows.append(
-            (case.label, str(case.tokens), case.kind, describe(case.inputs), shape, point.skip or "")
-        )
+        rows.append((case.label, str(case.tokens), case.kind, describe(case.inputs), shape, point.skip or ""))
     columns = ("backend", "tokens", "measured", "inputs", "heads", "reason to skip")
     return Table(f"{len(rows)} points; nothing was run", columns, tuple(rows), tuple(study.notes()))
 
@@ -282,6 +280,7 @@ def exit_code(results: Any, named: Sequence[str] | None) -> int:
     """
     from efficient_attn.measure.variants import CEILING, OWN, PLAN, UNIFORM_ATTENTION, YARDSTICK
     from efficient_attn.runs.store import over_budget
+    from efficient_attn.studies.advise.names import BOUND
 
     if results.interrupted:
         return INTERRUPTED
@@ -291,7 +290,9 @@ def exit_code(results: Any, named: Sequence[str] | None) -> int:
         baselines.add(YARDSTICK)
     candidates = [record for record in results.records if record.case.backend not in baselines]
     measured = {record.case.label for record in candidates if record.status == "ok"}
-    if not measured:
+    # A measured bound, which may exclude all candidates, is a result.
+    bounded = any(record.case.kind == BOUND and record.status == "ok" for record in results.records)
+    if not measured and (candidates or not bounded):
         return NOTHING_MEASURED
     if any(map(over_budget, results.records)):
         return SOME_NOT_MEASURED

@@ -120,7 +120,7 @@ def advice() -> str:
     """Loss and speed of the stored plan for a model, in two lines."""
     sentence, *_ = ea.read(ADVICE).sentences()
     plan = re.search(r"with (a sliding window .*?): (loss .*?), (copy recall [\d.]+ %)", sentence)
-    speed = re.search(r"At (\d+) tokens: undecided, (.*?× )the speed (.*?), with", sentence)
+    speed = re.search(r"At (\d+) tokens: ~(.*?× )the speed (.*?), not settled, with", sentence)
     assert plan and speed, sentence
     return (
         f"SmolLM2-135M, {speed[1]} tokens: {plan[1]}:\n"

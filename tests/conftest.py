@@ -219,11 +219,11 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def given_times(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
-    """Times of models as in hf_advice.TIMES_S on an idle machine; attention alone is not timed."""
+    """Times of models as in hf_advice.TIMES_S on an idle machine whose products are of float32."""
     from hf_advice import timed
 
     monkeypatch.setattr("efficient_attn.studies.swap.measure.cost", timed)
-    monkeypatch.setattr("efficient_attn.studies.advise.model.PROBE", 0)
+    monkeypatch.setattr("efficient_attn.studies.advise.precision.multiplies_bfloat16", lambda: False)
     monkeypatch.setattr("efficient_attn.runs.run.between", lambda *moments, **named: {})
 
 

@@ -11,14 +11,12 @@ half-width of the logarithm. docs/advise.md has the coverage of the intervals.
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import YARDSTICK
-from efficient_attn.stats.estimates import OUTSIDE, WIDEST, Floats, Typical, call_time, quantile
+from efficient_attn.stats.estimates import OUTSIDE, WIDEST, Floats, Typical, quantile
 
 # Calls from which rates and their scatter are fitted.
 FEWEST_CALLS = 3
@@ -51,21 +49,6 @@ def extrapolated(
     value, calls = float(rates @ float(tokens) ** powers), len(times_s)
     factor = math.exp(min(quantile(OUTSIDE, calls - 1) * scatter, WIDEST))
     return value, value / factor, value * factor
-
-
-def predicted_slower(records: Iterable[Record], growth: Mapping[str, int], tokens: int) -> set[str]:
-    """Labels that times at other lengths predict to be slower than exact attention.
-
-    Args:
-        growth: Exponent of the number of tokens in the time, by label.
-    """
-    times_s: dict[str, dict[int, float]] = {}
-    for record in records:
-        if record.status == "ok" and record.times_s and record.case.tokens != tokens:
-            times_s.setdefault(record.case.label, {})[record.case.tokens] = call_time(record).median
-    predicted = {label: extrapolated(times, tokens, growth[label]) for label, times in times_s.items()}
-    exact = predicted.get(YARDSTICK)
-    return {label for label, time in predicted.items() if exact and time and time[1] > exact[2]}
 
 
 def _fit(powers: Floats, times_s: Sequence[float]) -> tuple[Floats, float]:

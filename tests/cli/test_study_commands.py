@@ -76,6 +76,8 @@ def home(name, request, tmp_path, monkeypatch, hasty, unisolated, undrawn):
     if QUICK[name].startswith("tiny"):
         from hf_models import texts
 
+        # Attention of 16 tokens takes no time that could decide whether plans are tried.
+        monkeypatch.setattr("efficient_attn.studies.advise.model.excludes", lambda bound: False)
         shutil.copytree(request.getfixturevalue("encoder"), "tiny")
         for file, text in zip(("text.txt", "second.txt"), texts().values(), strict=False):
             Path(file).write_text(text)
@@ -135,6 +137,13 @@ def test_an_interrupted_run_names_what_was_not_tried_and_resumes(name, monkeypat
     assert file.read_bytes().startswith(kept)
     assert run(name, "--out", "whole")[0] == 0
     assert cases("out") == cases("whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["advise"], indirect=True)
+def test_a_bound_that_excludes_all_plans_is_a_result(name, monkeypatch):
+    monkeypatch.setattr("efficient_attn.studies.advise.model.excludes", lambda bound: True)
+    assert run(name)[0] == 0 and run(name, "--backend", "own.py:broken")[0] == 0
 
 
 @pytest.mark.parametrize(

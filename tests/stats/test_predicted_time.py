@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from efficient_attn.measure.record import Record, read
-from efficient_attn.measure.variants import select
+from efficient_attn.measure.record import read
 from efficient_attn.stats.estimates import Typical
-from efficient_attn.stats.predicted_time import crossover, extrapolated, predicted_slower
+from efficient_attn.stats.predicted_time import crossover, extrapolated
 
 LENGTHS = (256, 512, 1024)
 
@@ -41,20 +40,6 @@ def test_a_time_that_grows_with_the_tokens_has_no_part_per_pair_of_them():
     times_s = {256: 5e-4, 512: 1e-3, 1024: 2.4e-3}
     line, parabola = (extrapolated(times_s, 8192, growth)[0] for growth in (1, 2))
     assert 1.6e-2 < line < 2e-2 < parabola
-
-
-def test_short_calls_predict_which_backends_are_slower_than_exact_attention():
-    sizes = {"num_heads": 1, "head_dim": 64, "dtype": "float32", "device": "cpu", "threads": 1}
-    variants, growth, short = select(["exact", "window"]), {"exact": 2, "window": 1}, []
-    for tokens in (256, 512, 1024, 2048):
-        # At 2048 tokens the window is faster by chance, which no prediction for this length sees.
-        times_s = {"exact": 1e-9 * tokens**2, "window": 4e-6 * tokens if tokens < 2048 else 1e-3}
-        for variant in variants:
-            case = variant.case(kind="time", tokens=tokens, **sizes)
-            short.append(Record(case=case, times_s=(times_s[variant.label],)))
-    assert predicted_slower(short[:6], growth, 8192) == set()
-    assert predicted_slower(short[:6], growth, 3072) == predicted_slower(short, growth, 2048) == {"window"}
-    assert predicted_slower(short[1::2], growth, 2048) == predicted_slower([], growth, 2048) == set()
 
 
 @pytest.mark.slow

@@ -161,24 +161,14 @@ class Advise(Study):
             pairs, left_out = texts_of_lengths(opened, named, workload, lengths)
             hashes = {key: sha256(text.encode()).hexdigest() for key, text in named.items()}
             origin = {**opened.about, "texts": hashes}
-        first, heads = pairs[0][0], None
+        first = pairs[0][0]
         notes = [note for subject in pairs[0] for note in subject.notes]
         ranked = decodes and any(has_copies(choosing) for choosing, _ in pairs)
         values = self._targets(_OF_COSINE if first.loss != KL else _OF_HEADS if ranked else _OF_KL)
         limit = values.pop("max_kl") if first.loss == KL else 1 - values.pop("min_cosine")
         target = msgspec.convert({"quantity": first.loss, "limit": limit, **values}, Targets)
-        if ranked:
-            from efficient_attn.studies.advise.heads import head_steps
-
-            heads = partial(head_steps, targets=target, rounds=self.rounds)
         points = partial(
-            model_steps,
-            pairs,
-            candidates(variants, first),
-            quantity=first.loss,
-            limit=limit,
-            rounds=self.rounds,
-            heads=heads,
+            model_steps, pairs, candidates(variants, first), target, rounds=self.rounds, ranks_heads=ranked
         )
         settled = AdviseSettled(
             candidates=_labels(variants),

@@ -32,16 +32,16 @@ from efficient_attn.registry import Choice
 from efficient_attn.runs.study import Point, Points
 from efficient_attn.studies.advise.names import HEADS, RANDOM_HEADS, RETRIEVAL
 from efficient_attn.studies.advise.outcomes import Targets
+from efficient_attn.studies.advise.precision import Timed
 from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.swap.measure import (
-    OWN_ATTENTION,
     case_of,
     pass_point,
     plan_point,
 )
 from efficient_attn.studies.swap.model import TextSubject
 from efficient_attn.studies.swap.names import WINDOW
-from efficient_attn.studies.swap.subject import ModelSubject
+from efficient_attn.studies.swap.subject import OWN_ATTENTION, ModelSubject
 
 # Windows of a head, the smallest first: the larger one is tried where fewer than a third of the heads fit.
 STREAMING = tuple(Choice(WINDOW, {"window": window, "global_tokens": 4}) for window in (512, 1024))
@@ -67,8 +67,14 @@ class HeadPlan(NamedTuple):
         return len(self.heads) * max(1 - sum(self.choice.options.values()) / tokens, 0.0) ** 2
 
 
-def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *, rounds: int) -> Points:
-    """Rank the key/value heads, window as many as the targets allow, and verify on held-out texts."""
+def head_steps(
+    choosing: TextSubject, held_out: TextSubject, targets: Targets, timed: Sequence[Timed], *, rounds: int
+) -> Points:
+    """Rank the key/value heads, window as many as the targets allow, and verify on held-out texts.
+
+    Args:
+        timed: Models that the plan is timed against.
+    """
     heads = [(layer, head) for layer in choosing.layers for head in range(_kv_heads(choosing))]
     labels = (f"{PLAN} {number}" for number in itertools.count(1))
     plans: list[HeadPlan] = []
@@ -82,23 +88,21 @@ def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *
     if not plans:
         return
     plan = max(plans, key=lambda plan: plan.saving(choosing.shared["tokens"]))
-    vars(choosing).pop("exact", None)
     yield _planned(held_out, PLAN, plan)
     if plan.heads:
         # As many heads, drawn by chance: what the rank is worth.
         drawn = random.Random(choosing.shared["seed"]).sample(heads, len(plan.heads))
         yield _planned(held_out, RANDOM_HEADS, plan._replace(heads=drawn))
-        variants = (OWN_ATTENTION, _variant(PLAN, plan, held_out))
-        yield [pass_point(held_out, variant, rounds=rounds) for variant in variants]
-        yield _retrieved(held_out, variants[1])
-    vars(held_out).pop("exact", None)
+        variant = _variant(PLAN, plan, held_out)
+        yield [pass_point(*each, rounds=rounds) for each in (*timed, (held_out, variant))]
+        yield _retrieved(held_out, variant)
 
 
 def _counted(
     subject: TextSubject, targets: Targets, choice: Choice, labels: Iterator[str]
 ) -> Generator[Point | list[Point], Any, HeadPlan | None]:
     """Rank the heads and bisect the number that may use a window, or None if a point failed."""
-    record = yield _rank_point(subject, choice)
+    record = yield _rank_point(subject.loaded or subject, choice)
     if record.status != "ok":
         return None
     ranked = _ranked(record, subject)
@@ -180,7 +184,7 @@ def _retrieved(subject: TextSubject, variant: Variant) -> Point:
 
 def _retrieval(case: Case, variant: Variant, subject: TextSubject) -> AdviseRecord:
     """Share of planted numbers that the plan finds, beside the model with its own attention."""
-    exact = subject.right_answers()
+    exact = (subject.loaded or subject).right_answers()
     with subject.replaced(variant):
         answers = subject.right_answers()
     differences = [float(a) - float(b) for a, b in zip(answers, exact, strict=True)]

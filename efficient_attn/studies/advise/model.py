@@ -3,32 +3,30 @@
 import itertools
 import json
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
-from efficient_attn.measure import worker
 from efficient_attn.measure.variants import DENSE, PLAN, UNIFORM_ATTENTION, YARDSTICK, Variant
 from efficient_attn.runs.study import Point, Points
-from efficient_attn.runs.workload import Costs
 from efficient_attn.stats.estimates import call_time, time_ratio
-from efficient_attn.stats.predicted_time import predicted_slower
+from efficient_attn.studies.advise.heads import head_steps
 from efficient_attn.studies.advise.names import BOUND, LOSSLESS, SLIDING
+from efficient_attn.studies.advise.outcomes import excludes
+from efficient_attn.studies.advise.precision import Timed, precision_steps
 from efficient_attn.studies.advise.record import AdviseRecord
-from efficient_attn.studies.swap.measure import (
-    OWN_ATTENTION,
-    distance_point,
-    has_copies,
-    pass_point,
-    plan_point,
-)
+from efficient_attn.studies.advise.targets import Targets
+from efficient_attn.studies.swap.measure import distance_point, has_copies, pass_point, plan_point
 from efficient_attn.studies.swap.names import WINDOW
 from efficient_attn.studies.swap.subject import ModelSubject
 
-# Length of the longest short call, of which parts predict longer calls: a few seconds for all backends.
-PROBE = 1024
+# Backends that are tried in single layers: the nearest in all layers together.
+_CANDIDATES = 6
+
+# Rounds of passes that bound the gain of a plan of heads.
+_BOUND_ROUNDS = 2
 
 # Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
 ATTEMPTS = (1.0, 0.5, 0.25)
@@ -46,35 +44,23 @@ _BASELINES = (YARDSTICK, DENSE, UNIFORM_ATTENTION)
 def model_steps(
     pairs: Sequence[tuple[ModelSubject, ModelSubject]],
     variants: Sequence[Variant],
+    targets: Targets,
     *,
-    quantity: str,
-    limit: float,
     rounds: int,
-    heads: Callable[[Any, Any], Points] | None = None,
+    ranks_heads: bool,
 ) -> Points:
-    """Rank the `heads` of a decoder, or measure all points of each length."""
-    if heads is not None:
-        for choosing, held_out in filter(lambda pair: has_copies(pair[0]), pairs):
-            # Errors need no quiet machine: one round bounds the gain, and the plan is timed last.
-            if not (yield from _bound_excludes(choosing, [OWN_ATTENTION], variants, rounds=1)):
-                yield from heads(choosing, held_out)
-        pairs = [pair for pair in pairs if not has_copies(pair[0])]
-    if not pairs:
-        return
-    longest = max(choosing.shared["tokens"] for choosing, _ in pairs)
-    probes = _probes(pairs[0][0], variants, min(PROBE, longest), rounds)
-    short: list[AdviseRecord] = []
+    """Precision, then the bound, then per length a plan of heads where `ranks_heads`, or of layers."""
     for pair in pairs:
-        yield from _length_steps(pair, variants, probes, short, quantity, limit, rounds)
-
-
-def _probes(subject: ModelSubject, variants: Sequence[Variant], longest: int, rounds: int) -> list[Point]:
-    """Short calls of all backends at a quarter, a half, three quarters and all of a length."""
-    shared = {key: value for key, value in subject.shared.items() if key not in ("tokens", "inputs")}
-    costs = Costs(shared={**shared, "inputs": "gaussian"}, measure=worker.measure, rounds=rounds)
-    called = [variant for variant in variants if variant.backend != UNIFORM_ATTENTION]
-    lengths = sorted({longest * part // 4 for part in range(1, 5)} - {0})
-    return [costs.point(variant, tokens) for tokens in lengths for variant in called]
+        choosing, held_out, timed = yield from precision_steps(*pair, targets)
+        if ranks_heads and has_copies(choosing):
+            # Errors need no quiet machine: few rounds bound the gain, and the plan is timed last.
+            references = [choosing.original]
+            if not (yield from _bound_excludes(choosing, references, variants, _BOUND_ROUNDS)):
+                yield from head_steps(choosing, held_out, targets, timed, rounds=rounds)
+        else:
+            yield from _length_steps(choosing, held_out, variants, targets, timed, rounds)
+        if len(timed) > 1:
+            yield [pass_point(*each, rounds=rounds) for each in timed]
 
 
 def _lossless_windows(
@@ -97,7 +83,7 @@ def _free(subject: ModelSubject) -> list[int]:
 def _bound_excludes(
     subject: ModelSubject, references: Sequence[Variant], variants: Sequence[Variant], rounds: int
 ) -> Generator[Point | list[Point], Any, bool]:
-    """Time the references and uniform attention, and tell whether no attention is clearly faster."""
+    """Time the references and uniform attention, and return whether all attention could gain too little."""
     mean = next(variant for variant in variants if variant.backend == UNIFORM_ATTENTION)
     bounded = bool(_free(subject)) and (yield distance_point(subject, mean)).status == "ok"
     timed = [*references, mean] if bounded else [*references]
@@ -105,65 +91,57 @@ def _bound_excludes(
         return False
     times = yield [pass_point(subject, variant, BOUND, rounds=rounds) for variant in timed]
     reference, bound = times[len(references) - 1], times[-1]
-    if not (bounded and reference.times_s and bound.times_s):
-        return False
-    ratio = time_ratio(bound, reference)
-    return ratio.median <= 1 if ratio.low is None else ratio.side_of_one < 1
+    return bool(bounded and reference.times_s and bound.times_s) and excludes(time_ratio(bound, reference))
 
 
 def _length_steps(
-    pair: tuple[ModelSubject, ModelSubject],
+    choosing: ModelSubject,
+    held_out: ModelSubject,
     variants: Sequence[Variant],
-    probes: Sequence[Point],
-    short: list[AdviseRecord],
-    quantity: str,
-    limit: float,
+    targets: Targets,
+    timed: Sequence[Timed],
     rounds: int,
 ) -> Points:
-    """Windows in sliding layers, the bound, all layers, single layers, plans, verification.
+    """Windows in sliding layers, the bound, errors of layers, times, plans, verification.
 
     Args:
-        short: Records of the probes, which are measured at the first length that the bound does not exclude.
+        timed: Models that the plan is timed against.
     """
+    quantity, limit = targets.quantity, targets.limit
 
     def loss_of(record: AdviseRecord) -> float:
         loss = getattr(record, quantity) if record.status == "ok" else None
         return math.inf if loss is None or math.isnan(loss) else float(loss)
 
-    choosing, held_out = pair
     windows = yield from _lossless_windows(choosing, quantity)
     if choosing.sliding and not windows:
         choosing, held_out = (replace(cast(Any, part), base={}) for part in (choosing, held_out))
-    references = [OWN_ATTENTION, _LOSSLESS] if windows else [OWN_ATTENTION]
+    references = [choosing.original, _LOSSLESS] if windows else [choosing.original]
     excluded = yield from _bound_excludes(choosing, references, variants, rounds)
     free = [] if excluded else _free(choosing)
-    if free and probes and not short:
-        short += yield [*probes]
-    growth = {variant.label: variant.time_growth for variant in variants}
-    slower = predicted_slower(short, growth, choosing.shared["tokens"])
-    variants = [variant for variant in variants if variant.label not in slower]
 
     losses_of_all: dict[str, float] = {}
     statuses: set[str] = set()
     for variant in variants if free else ():
-        if variant.backend != UNIFORM_ATTENTION:
-            record = yield distance_point(choosing, variant)
-            statuses.add(record.status)
-            if record.status == "ok":
-                losses_of_all[variant.label] = loss_of(record)
-    working = [variant for variant in variants if variant.label in losses_of_all]
+        record = yield distance_point(choosing, variant)
+        statuses.add(record.status)
+        if record.status == "ok":
+            losses_of_all[variant.label] = loss_of(record)
+    candidates = [x for x in variants if x.label in losses_of_all and x.backend not in _BASELINES]
+    working = sorted(candidates, key=lambda variant: losses_of_all[variant.label])[:_CANDIDATES]
+    losses: dict[int, dict[str, float]] = {layer: {} for layer in free}
+    for variant, layer in itertools.product(working, free):
+        record = yield distance_point(choosing, variant, layer)
+        statuses.add(record.status)
+        losses[layer][variant.label] = loss_of(record)
+    # Only backends with a layer within the limit are timed.
+    working = [x for x in working if best_layers(losses, losses_of_all, {x.label: 1.0}, limit)]
     gains_s: dict[str, float] = {}
     if working:
         times = yield [pass_point(choosing, variant, rounds=rounds) for variant in (*references, *working)]
         statuses |= {record.status for record in times}
         reference, *times = times[len(references) - 1 :]
         gains_s = _gains_s(reference, list(zip(working, times, strict=True)), len(free))
-    losses: dict[int, dict[str, float]] = {layer: {} for layer in free}
-    for variant, layer in itertools.product(working, free):
-        if variant.label in gains_s:
-            record = yield distance_point(choosing, variant, layer)
-            statuses.add(record.status)
-            losses[layer][variant.label] = loss_of(record)
     gains_s = {label: gain_s for label, gain_s in gains_s.items() if gain_s > 0}
 
     chosen: Mapping[int, str] = {}
@@ -181,13 +159,10 @@ def _length_steps(
     if ("skipped" in statuses and not chosen) or not (plan or free):
         # The budget left out a possible plan, or the bound excludes all of them.
         return
-    # Exact outputs of one set of texts are kept at a time.
-    vars(choosing).pop("exact", None)
     yield _planned(held_out, PLAN, plan, working)
     if plan:
-        both = (OWN_ATTENTION, _plan_variant(PLAN, plan, working))
-        yield [pass_point(held_out, variant, rounds=rounds) for variant in both]
-    vars(held_out).pop("exact", None)
+        planned = held_out, _plan_variant(PLAN, plan, working)
+        yield [pass_point(*each, rounds=rounds) for each in (*timed, planned)]
 
 
 def _gains_s(
@@ -196,7 +171,7 @@ def _gains_s(
     """Seconds that one replaced layer gains by label, of backends that are not clearly slower."""
     gains_s = {}
     for variant, record in times:
-        if variant.backend in _BASELINES or record.status != "ok":
+        if record.status != "ok":
             continue
         if not (reference.times_s and record.times_s):
             # Times of points to come are not known yet.

@@ -8,3 +8,6 @@ HEADS, RETRIEVAL, RANDOM_HEADS = "heads", "planted", "random heads"
 
 # Label of the windows in place of the model's sliding layers: of the measurement, and in plans.
 LOSSLESS, SLIDING = "window in sliding layers", "sliding window"
+
+# Labels of exact attention and of the model in bfloat16.
+ATTENTION_BFLOAT16, MODEL_BFLOAT16 = "attention in bfloat16", "model in bfloat16"

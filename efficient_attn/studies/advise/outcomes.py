@@ -1,4 +1,4 @@
-"""Outcomes of an advice for a model: its plans, their verdict, and Python that uses them."""
+"""Outcomes of an advice for a model: precision, plans, their verdict, and Python that uses them."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from efficient_attn.errors import DataError
 from efficient_attn.limits import read_object
 from efficient_attn.measure.variants import MODEL, OWN, PLAN, UNIFORM_ATTENTION
-from efficient_attn.report.text import compared, rounded, skipped_note
+from efficient_attn.report.text import compared, interval_words, rounded, skipped_note, two_digits
 from efficient_attn.runs.study import Run
-from efficient_attn.stats.estimates import Typical, grouped, time_ratio
+from efficient_attn.stats.estimates import Typical, call_time, grouped, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
-from efficient_attn.studies.advise.names import BOUND, RETRIEVAL
+from efficient_attn.studies.advise.names import ATTENTION_BFLOAT16, BOUND, MODEL_BFLOAT16, RETRIEVAL
 from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.advise.targets import AdviseSettled, Targets, relative_recall
 from efficient_attn.studies.swap.names import WIDTH
@@ -21,6 +21,12 @@ from efficient_attn.studies.swap.view import quantity_words
 LAYERS = "layers.json"
 
 _UNFINISHED = "the measurement is incomplete"
+
+# Least gain of uniform attention for which plans are tried, and of a plan that is worth using.
+_LEAST_BOUND, _LEAST_GAIN = 1.3, 1.1
+
+# Models that a plan is timed against: the fastest counts.
+_REFERENCES = (OWN, ATTENTION_BFLOAT16, MODEL_BFLOAT16)
 
 
 class Outcome(NamedTuple):
@@ -60,8 +66,21 @@ def outcomes_of(records: Sequence[AdviseRecord], targets: Targets) -> list[Outco
 def _bounds(records: Sequence[AdviseRecord]) -> dict[str, Typical]:
     """{label: speed} of the attention that bounds all gains, and of windows in sliding layers."""
     times = {record.case.label: record for record in records if record.case.kind == BOUND and record.times_s}
-    model = times.pop(OWN, None)
+    models = [label for label, record in times.items() if record.case.backend == OWN]
+    model = times.pop(models[-1], None) if models else None
     return {} if model is None else {label: time_ratio(record, model) for label, record in times.items()}
+
+
+def excludes(bound: Typical) -> bool:
+    """Whether even uniform attention, which bounds all gains, makes the model too little faster."""
+    return bound.median <= _LEAST_BOUND
+
+
+def _gainful(bound: Typical, tokens: int) -> str:
+    """Length from which attention could gain enough: r times as long, its share a is r a / (r a + 1 − a)."""
+    if bound.median <= 1:
+        return ""
+    return f" before about {two_digits(tokens * (_LEAST_BOUND - 1) / (bound.median - 1))} tokens"
 
 
 def _verdict(
@@ -70,11 +89,11 @@ def _verdict(
     bounds: Mapping[str, Typical],
     targets: Targets,
 ) -> tuple[int | None, str]:
+    bound = bounds.get(UNIFORM_ATTENTION)
     if plan is None:
-        bound = bounds.get(UNIFORM_ATTENTION)
-        if bound is None or (bound.median if bound.low is None else bound.low) > 1:
+        if bound is None or not excludes(bound):
             return None, _UNFINISHED
-        return min(bound.side_of_one, 0), "no efficient attention can make the model clearly faster"
+        return -1, f"little to gain{_gainful(bound, records[0].case.tokens)}"
     layers = parsed_layers(plan.chosen_layers)
     if layers == {}:
         return -1, "no plan meets the target"
@@ -82,27 +101,74 @@ def _verdict(
         return None, _UNFINISHED
     if missed := targets.missed(plan):
         return -1, f"the plan misses the target on held-out inputs ({', '.join(missed)})"
-    done = [record for record in records if record.status == "ok" and record.times_s]
-    timed = [record for record in done if record.case.kind == "time"]
-    times = [record for record in timed if record.case.inputs == plan.case.inputs]
-    models = [record for record in times if record.case.backend == OWN]
+    described = _described(plan, layers, records)
+    times = [r for r in records if r.times_s and r.case.kind == "time" and r.case.inputs == plan.case.inputs]
+    models = [record for record in times if record.case.label in _REFERENCES]
     planned = [record for record in times if record.case.options == plan.case.options]
     if not (models and planned):
-        return None, "the plan was not timed"
-    speed = time_ratio(planned[-1], models[-1])
-    open_ = "undecided, " if speed.low is None else ""
-    return speed.side_of_one, f"{open_}{compared(speed)}, with {_described(plan, layers, records)}"
+        return None, f"{_predicted(plan, bound)}, with {described}"
+    fastest = min(models, key=lambda record: call_time(record).median)
+    speed = time_ratio(planned[-1], fastest)
+    than = "" if fastest.case.label == OWN else f" than the {fastest.case.label}"
+    worthless = speed.side_of_one == 1 and speed.high is not None and speed.high < _LEAST_GAIN
+    if worthless:
+        return -1, f"too little gain, {compared(speed)}{than}, with {described}"
+    if speed.side_of_one == 0:
+        shown = f"~{rounded(*speed[:3])}× the speed"
+        if speed.low is not None and speed.high is not None:
+            shown += f" ({interval_words(*speed[:3])})"
+        return 0, f"{shown}, not settled, with {described}"
+    return speed.side_of_one, f"{compared(speed)}{than}, with {described}"
+
+
+def _predicted(plan: AdviseRecord, bound: Typical | None) -> str:
+    """Speed of a plan of heads by the share of the time that attention takes, as nothing was timed."""
+    window, tokens = plan.case.options.get("window"), plan.case.tokens
+    if bound is None or not (plan.streaming_heads and plan.key_heads and isinstance(window, int)):
+        return "the plan was not timed"
+    saved = plan.streaming_heads / plan.key_heads * max(1 - window / tokens, 0.0) ** 2
+    return f"~{two_digits(1 / (1 - (1 - 1 / bound.median) * saved))}× the speed, predicted"
+
+
+def precision_sentence(records: Sequence[AdviseRecord], quantity: str) -> tuple[str, bool]:
+    """Losses and speeds in bfloat16 at the longest length, and whether the model is faster."""
+    ok = [record for record in records if record.status == "ok" and record.case.of == MODEL]
+    swaps = [r for r in ok if r.case.kind == "swap" and r.case.label in _REFERENCES[1:]]
+    if not swaps:
+        return "", False
+    tokens, faster, parts = max(record.case.tokens for record in swaps), False, []
+    for swap in (record for record in swaps if record.case.tokens == tokens):
+        times = [r for r in ok if r.times_s and r.case.kind == "time" and r.case.inputs == swap.case.inputs]
+        models = [record for record in times if record.case.label == OWN]
+        timed = [record for record in times if record.case.label == swap.case.label]
+        shown = "not within the target"
+        if models and timed:
+            speed = time_ratio(timed[-1], models[-1])
+            shown = compared(speed)
+            faster |= swap.case.label == MODEL_BFLOAT16 and (speed.low or speed.median) > 1
+        losses = quantity_words(quantity, getattr(swap, quantity) or 0.0)
+        losses += "" if swap.loss_difference is None else f", {_losses(swap)}"
+        parts.append(f"{swap.case.label} {shown}, {losses}")
+    loading = " Load the model with from_pretrained(…, dtype=torch.bfloat16)." if faster else ""
+    return f"Precision first, at {tokens} tokens: {'; '.join(parts)}.{loading}", faster
+
+
+def _losses(record: AdviseRecord) -> str:
+    """Loss of a record with an interval, and recall."""
+    width = WIDTH * (record.loss_difference_error or 0.0)
+    text = f"loss {record.loss_difference:+.4f} ± {width:.4f} nats"
+    if record.copy_recall_exact:
+        text += f", copy recall {100 * relative_recall(record):.1f} % of exact"
+    return text
 
 
 def _described(plan: AdviseRecord, layers: Mapping[int, str], records: Sequence[AdviseRecord]) -> str:
     """`window in layers 0, 2–5`, or the number of key/value heads with a window, their loss and recall."""
     if plan.streaming_heads is None:
         return layers_in_words(layers)
-    window, width = plan.case.options.get("window"), WIDTH * (plan.loss_difference_error or 0.0)
     text = (
-        f"a sliding window (4 first + {window} last tokens) in {plan.streaming_heads} of {plan.key_heads} "
-        f"key/value heads: loss {plan.loss_difference:+.4f} ± {width:.4f} nats, "
-        f"copy recall {100 * relative_recall(plan):.1f} % of exact"
+        f"a sliding window (4 first + {plan.case.options.get('window')} last tokens) in "
+        f"{plan.streaming_heads} of {plan.key_heads} key/value heads: {_losses(plan)}"
     )
     for record in records:
         share, exact, error = record.retrieval, record.retrieval_exact, record.retrieval_error
@@ -120,25 +186,27 @@ def model_sentences(records: Sequence[AdviseRecord], run: Run[AdviseSettled]) ->
     # A plan is faster from the first of the last lengths that all have one.
     lasting = list(takewhile(lambda outcome: outcome.side == 1, reversed(outcomes)))
     settled = ""
+    precision, change = precision_sentence(records, targets.quantity)
     if lasting:
         text = f"Faster from {lasting[-1].tokens} tokens"
     elif faster:
         text = f"Faster at {', '.join(str(outcome.tokens) for outcome in faster)} tokens only"
     elif outcomes and all(outcome.side == -1 for outcome in outcomes):
-        text = "No plan is faster on this machine; keep exact attention"
+        keep = "Change the precision, not the attention" if change else "Keep exact attention"
+        text = f"{keep}: no plan gains enough on this machine"
     else:
         text, settled = "Undecided", f" {remedy(run.load)}"
     verdicts = "".join(f" At {outcome.tokens} tokens: {outcome.verdict}." for outcome in outcomes)
     target = quantity_words(targets.quantity, targets.limit)
     text = f"{text} (target: {target}).{verdicts}{settled}{skipped_points(records)}"
-    outcome = usable(outcomes)
+    outcome, sentences = usable(outcomes), [*filter(None, [precision]), text]
     if outcome is None or attached_plan(outcome) is None:
-        return [text]
+        return sentences
     # A model from a file is followed in one call; others are found by their modules.
     called = "sites" in run.settled.model
     code = f'ea.attach(model, "{LAYERS}"{", example=lambda: model(*inputs)" * called})'
     open_ = "" if outcome.side == 1 else ", within the target and not shown to be faster"
-    return [text, f"To use the plan for {outcome.tokens} tokens{open_}: {code}"]
+    return [*sentences, f"To use the plan for {outcome.tokens} tokens{open_}: {code}"]
 
 
 def usable(outcomes: Sequence[Outcome]) -> Outcome | None:

@@ -110,7 +110,8 @@ class Swap(Study):
 
     def points(self) -> Points:
         """Replace all layers, then measure time and memory, then single layers."""
-        from efficient_attn.studies.swap.measure import OWN_ATTENTION, distance_point, pass_point
+        from efficient_attn.studies.swap.measure import distance_point, pass_point
+        from efficient_attn.studies.swap.subject import OWN_ATTENTION
 
         subjects, variants, _ = self._setup
         for subject in subjects:

@@ -32,7 +32,7 @@ from efficient_attn.options import SEED
 from efficient_attn.registry import Choice
 from efficient_attn.runs.workload import Workload
 from efficient_attn.studies.swap.names import HELD_OUT, OUTPUT_COSINE, SAME_AGAIN
-from efficient_attn.studies.swap.subject import choices
+from efficient_attn.studies.swap.subject import OWN_ATTENTION, choices
 
 # Rounding of sums in another order, relative.
 _SAME = 1e-3
@@ -166,6 +166,7 @@ class CallSubject:
     shared: Mapping[str, Any]
     calibrated_on: ClassVar[str] = SAME_INPUTS
     loss: ClassVar[str] = OUTPUT_COSINE
+    original: ClassVar[Variant] = OWN_ATTENTION
     num_texts: ClassVar[None] = None
     # A sliding call is an exact one with a mask.
     sliding: ClassVar[tuple[int, ...]] = ()

@@ -19,12 +19,10 @@ from efficient_attn.studies.swap.names import KL
 from efficient_attn.studies.swap.record import SwapRecord
 from efficient_attn.studies.swap.subject import ModelSubject
 
-# The model with its own attention.
-OWN_ATTENTION = Variant(backend=OWN, label=OWN, target=OWN)
-
 # A preemption would go unnoticed with a single short call per round. A round of long ones is a single call,
 # for all variants alike: warm-ups would take minutes.
 _FEWEST_CALLS, _ONCE_S = 2, 1.0
+
 
 def has_copies(subject: ModelSubject) -> bool:
     """Whether recall is measured: in a decoder whose texts are long enough for copies at their end."""

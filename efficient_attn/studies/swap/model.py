@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers.assignment import assignment_of
@@ -37,7 +39,7 @@ from efficient_attn.measure.variants import OWN, Variant
 from efficient_attn.registry import Choice
 from efficient_attn.runs.workload import Workload
 from efficient_attn.studies.swap.names import HELD_OUT, KL, MEAN_POOL, WINDOW
-from efficient_attn.studies.swap.subject import choices
+from efficient_attn.studies.swap.subject import OWN_ATTENTION, choices
 
 # Length of the shipped texts, at which approximations begin to differ.
 _DEFAULT_TOKENS = 512
@@ -59,6 +61,9 @@ class TextSubject:
         texts: Token ids, [1 tokens] each, of one length.
         calibration: Token ids for calibration; None: the first text.
         base: Backend and options of layers that have them beside every variant, by their numbers.
+        original: The model with its own attention, as rows name it.
+        loaded: The subject in the dtype of its checkpoint, whose outputs are the exact ones; None: this.
+        casts: The model and its attention modules by dtype, for all subjects of a model.
     """
 
     model: Any
@@ -72,6 +77,9 @@ class TextSubject:
     tokenizer: Any = None
     # The text from which prompts with planted numbers are made.
     filler: str = ""
+    original: Variant = OWN_ATTENTION
+    loaded: "TextSubject | None" = None
+    casts: dict[torch.dtype, tuple[Any, AttentionSites]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -111,7 +119,9 @@ class TextSubject:
 
     @cached_property
     def exact(self) -> tuple[Outputs, ...]:
-        """Outputs of the model with its own attention."""
+        """Outputs of the model with its own attention, as loaded."""
+        if self.loaded is not None:
+            return self.loaded.exact
         return tuple(run(self.model, ids, predicts=self.predicts) for ids in self.texts)
 
     @property
@@ -203,6 +213,17 @@ class TextSubject:
         """The plan that `attach` takes, or None if a backend has no registered name."""
         return assignment_of(self.model, self.build(variant))
 
+    def in_dtype(self, dtype: torch.dtype, original: Variant) -> "TextSubject":
+        """The model with its parameters in another dtype, as `from_pretrained(…, dtype=…)` loads it."""
+        if dtype not in self.casts:
+            # Buffers, such as rotary frequencies, keep their dtype.
+            parameters = {id(x): nn.Parameter(x.detach().to(dtype)) for x in self.model.parameters()}
+            model = deepcopy(self.model, parameters)
+            self.casts[dtype] = model, sites_of(model)
+        model, sites = self.casts[dtype]
+        shared = {**self.shared, "dtype": str(dtype).removeprefix("torch.")}
+        return replace(self, model=model, sites=sites, shared=shared, original=original, loaded=self)
+
     def fitted(self, variant: Variant) -> Variant:
         """The variant with the window of sliding layers, unless one was set: they can have no other."""
         first = self.sites.swapped[0]
@@ -217,6 +238,7 @@ def texts_of_lengths(
     """Texts that choose, texts that verify, and notes on lengths without them."""
     pairs: list[tuple[TextSubject, TextSubject]] = []
     notes, most = [], positions(opened)
+    casts: dict[torch.dtype, tuple[Any, AttentionSites]] = {}
     for tokens in lengths:
         ids = {name: tuple(token_ids(opened, text, most=tokens)[0].tolist()) for name, text in texts.items()}
         # Of texts with the same beginning the first counts: held-out ones must differ.
@@ -232,8 +254,9 @@ def texts_of_lengths(
             choosing, held_out = (TextSubject.of(opened, part, workload, seq_len=tokens) for part in parts)
             windows = dict.fromkeys(choosing.sliding, Choice(WINDOW, {}))
             shared = {**held_out.shared, "inputs": f"{held_out.shared['inputs']}{HELD_OUT}"}
-            held_out = replace(held_out, shared=shared, calibration=choosing.texts[0], base=windows)
-            pairs.append((replace(choosing, base=windows), held_out))
+            common: dict[str, Any] = {"base": windows, "casts": casts}
+            held_out = replace(held_out, shared=shared, calibration=choosing.texts[0], **common)
+            pairs.append((replace(choosing, **common), held_out))
     if not pairs:
         raise DataError(f"No length can be measured; each needs two texts. {' '.join(notes)}")
     return pairs, notes

@@ -4,7 +4,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from efficient_attn.measure.variants import Variant
+from efficient_attn.measure.variants import OWN, Variant
+
+# The model with its own attention.
+OWN_ATTENTION = Variant(backend=OWN, label=OWN, target=OWN)
 
 
 class ModelSubject(Protocol):
@@ -16,6 +19,7 @@ class ModelSubject(Protocol):
         layers: Layers that get a backend; `sliding` are those with a window in the model.
         loss: Quantity by which plans are chosen.
         calibrated_on: Inputs of the calibration.
+        original: The model with its own attention, as rows name it.
         num_texts: Number of texts; None: the model makes its inputs.
     """
 
@@ -33,6 +37,8 @@ class ModelSubject(Protocol):
     def loss(self) -> str: ...
     @property
     def calibrated_on(self) -> str: ...
+    @property
+    def original(self) -> Variant: ...
     @property
     def num_texts(self) -> int | None: ...
     @property

@@ -42,8 +42,8 @@ _OF_DECODERS = (KL, PERPLEXITY, LOSS, RECALL)
 # square.
 _ROUNDING = 1e-4
 
-# Fields common to the cases of one swap.
-_SHARED = ("inputs", "tokens", "num_heads", "head_dim", "causal", "dtype", "device", "threads", "seed")
+# Fields common to the cases of one swap, in which a model may run in two dtypes.
+_SHARED = ("inputs", "tokens", "num_heads", "head_dim", "causal", "device", "threads", "seed")
 
 
 class SwapRow(NamedTuple):
@@ -69,7 +69,7 @@ class SwappedModel(NamedTuple):
     @property
     def reference(self) -> SwapRecord | None:
         """The times of the original model."""
-        return next((row.timed for row in self.rows if row.backend == OWN), None)
+        return next((row.timed for row in self.rows if row.label == ORIGINAL), None)
 
 
 def swaps(records: Iterable[SwapRecord]) -> tuple[SwappedModel, ...]:
@@ -82,7 +82,7 @@ def _swap(records: Sequence[SwapRecord]) -> SwappedModel:
     measured = (name for name in _DECISIVE if any(getattr(whole, name) is not None for whole in wholes))
     quantity = next(measured, HIDDEN)
     rows = [_row(group, quantity) for group in grouped(records, "label")]
-    rows.sort(key=lambda row: row.backend != OWN)
+    rows.sort(key=lambda row: row.label != ORIGINAL)
     return SwappedModel(records[0].case, tuple(rows), quantity, tuple(records))
 
 
@@ -92,7 +92,7 @@ def _row(records: Sequence[SwapRecord], quantity: str) -> SwapRow:
     alone = {layer: getattr(record, quantity) for layer, record in swapped.items() if layer is not None}
     times = [record for record in ok if record.case.kind == "time" and any(record.times_s or ())]
     return SwapRow(
-        label=ORIGINAL if case.backend == OWN else case.label,
+        label=ORIGINAL if case.label == OWN else case.label,
         backend=case.backend,
         whole=swapped.get(None),
         alone={layer: value for layer, value in sorted(alone.items()) if value is not None},

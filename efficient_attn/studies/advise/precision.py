@@ -1,0 +1,54 @@
+"""First step of an advice: attention and model in bfloat16, compared with the model as loaded."""
+
+from collections.abc import Generator, Sequence
+from typing import Any, cast
+
+import torch
+
+from efficient_attn.measure.variants import OWN, YARDSTICK, Variant
+from efficient_attn.ops.paths import multiplies_bfloat16
+from efficient_attn.runs.study import Point
+from efficient_attn.stats.estimates import time_ratio
+from efficient_attn.studies.advise.names import ATTENTION_BFLOAT16, MODEL_BFLOAT16
+from efficient_attn.studies.advise.targets import Targets
+from efficient_attn.studies.swap.measure import distance_point, pass_point
+from efficient_attn.studies.swap.model import TextSubject
+from efficient_attn.studies.swap.subject import OWN_ATTENTION, ModelSubject
+
+_ATTENTION = Variant(
+    backend=YARDSTICK, label=ATTENTION_BFLOAT16, target=YARDSTICK, options={"compute_dtype": "bfloat16"}
+)
+_MODEL = Variant(backend=OWN, label=MODEL_BFLOAT16, target=OWN)
+
+# A subject with one of its variants, which is timed beside a plan.
+Timed = tuple[ModelSubject, Variant]
+
+
+def lowers_precision(subject: ModelSubject) -> bool:
+    """Whether bfloat16 may be faster: on a GPU, and on a CPU with instructions for its products."""
+    shared = subject.shared
+    native = shared["device"] != "cpu" or multiplies_bfloat16()
+    return isinstance(subject, TextSubject) and shared["dtype"] == "float32" and native
+
+
+def precision_steps(
+    choosing: ModelSubject, held_out: ModelSubject, targets: Targets
+) -> Generator[Point | list[Point], Any, tuple[Any, Any, Sequence[Timed]]]:
+    """Measure loss and speed in bfloat16.
+
+    Returns: Both subjects in the faster precision, and all models within the targets.
+    """
+    timed: list[Timed] = [(held_out, OWN_ATTENTION)]
+    if not lowers_precision(held_out):
+        return choosing, held_out, timed
+    lower = cast(TextSubject, held_out).in_dtype(torch.bfloat16, _MODEL)
+    for subject, variant in ((held_out, _ATTENTION), (lower, _MODEL)):
+        record = yield distance_point(subject, variant)
+        if record.status == "ok" and not targets.missed(record):
+            timed.append((subject, variant))
+    # One round decides, and all rounds follow with those of the plan.
+    times = yield [pass_point(*each, rounds=1) for each in timed]
+    gains = [time_ratio(record, times[0]).median if record.times_s else 1.0 for record in times]
+    if timed[gains.index(max(gains))][0] is lower:
+        return cast(TextSubject, choosing).in_dtype(torch.bfloat16, _MODEL), lower, timed
+    return choosing, held_out, timed
