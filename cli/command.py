@@ -3,6 +3,7 @@
 import inspect
 import json
 import math
+import os
 import signal
 import sys
 import threading
@@ -51,6 +52,9 @@ _HELP_ALL = typer.Option("--help-all", help="Show all options and exit.", is_eag
 # Share of the budget after which the first tables are printed, without their notes.
 _FIRST_TABLES = 0.3
 
+# Share of its time that a run computes, below which its first line has the time of work.
+_LOADED = 0.9
+
 _METAVARS: dict[Any, str] = {int: "N", int | None: "N", float: "X", float | None: "X"}
 _SWITCHES = (bool, bool | None)
 
@@ -71,9 +75,10 @@ def command_of(study: type[Study]) -> Callable[..., None]:
         help_all: bool,
         **values: Any,
     ) -> None:
+        from efficient_attn.measure.environment import moment
         from efficient_attn.measure.units import parse_seconds, show_seconds
 
-        start_s = time.monotonic()
+        start_s, start = time.monotonic(), moment()
         if context.args:
             # `--seq-len 256 512` would otherwise end in a message that names nothing.
             raise OptionError(
@@ -109,7 +114,10 @@ def command_of(study: type[Study]) -> Callable[..., None]:
                 if not quiet and limit_s not in (None, math.inf):
                     limit, settled = show_seconds(limit_s or 0.0), requested.settled
                     model = f"The model runs in {settled.dtype}. " if settled.model else ""
-                    console.say(f"{model}{points} points; measuring ends within {limit} (--budget).")
+                    share = _work_share(start, settled.threads or 1)
+                    work = f"; at this load about {show_seconds((limit_s or 0.0) * share)} of work"
+                    work *= share < _LOADED
+                    console.say(f"{model}{points} points; measuring ends within {limit} (--budget){work}.")
 
             try:
                 results = run_study(
@@ -151,6 +159,15 @@ def command_of(study: type[Study]) -> Callable[..., None]:
     )
     command.__annotations__ = {name: kind for name, kind, _ in signature}
     return command
+
+
+def _work_share(start: Any, threads: int) -> float:
+    """Share of their time that threads compute, as other processes have taken cores since the start."""
+    from efficient_attn.measure.environment import between, moment
+
+    cores = os.cpu_count() or 1
+    busy = cores * (between(start, moment())["others_share"] or 0.0)
+    return min(cores / (busy + threads), 1.0)
 
 
 @contextmanager

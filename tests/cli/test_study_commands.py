@@ -139,6 +139,17 @@ def test_an_interrupted_run_names_what_was_not_tried_and_resumes(name, monkeypat
     assert cases("out") == cases("whole")
 
 
+@pytest.mark.parametrize("name", ["bench"], indirect=True)
+def test_the_first_line_has_the_time_of_work_beside_busy_processes(name, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    for others_share, words in ((1.0, "; at this load about 1 min of work."), (0.1, ".")):
+        path = "efficient_attn.measure.environment.between"
+        monkeypatch.setattr(path, lambda *moments, share=others_share: {"others_share": share})
+        _, _, err = run(name, "--budget", "90s")
+        # One thread beside two busy processes on two cores has two thirds of one core.
+        assert f"points; measuring ends within 1.5 min (--budget){words}\n" in err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["advise"], indirect=True)
 def test_a_bound_that_excludes_all_plans_is_a_result(name, monkeypatch):

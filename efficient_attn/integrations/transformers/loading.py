@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from efficient_attn.errors import AttentionError, DataError
+from efficient_attn.errors import AttentionError, DataError, OptionError
 from efficient_attn.integrations.transformers.attend import NAME
 from efficient_attn.limits import CONFIG_BYTES, TOKENIZER_BYTES, check_header, read_bytes
 
@@ -53,18 +53,25 @@ class Opened(NamedTuple):
     about: dict[str, str]
 
 
-def open_model(folder: str | Path, *, dtype: str | None = None, device: str = "cpu") -> Opened:
+def open_model(
+    folder: str | Path, *, dtype: str | None = None, device: str = "cpu", tokens: int = 0
+) -> Opened:
     """Load the model of a folder and its tokenizer.
 
     Args:
         dtype: Name of a dtype; None: the dtype of the checkpoint.
+        tokens: Number of tokens that the model has to support.
 
     Raises:
         DataError: If the folder holds no model, or reading it would run code.
+        OptionError: If the model has fewer positions than `tokens`.
     """
     path = Path(folder)
     weights = weight_files(path)
     config = read_config(path)
+    # Weights may take minutes to read, so the positions are checked before.
+    if tokens > (most := min(filter(None, _positions_of(config)), default=tokens)):
+        raise OptionError(f"seq_len is at most the {most} positions of this model, not {tokens}.")
     if config._attn_implementation == NAME:
         raise DataError(f"{folder} holds a model with attached backends; use a folder without backends.")
     kind = model_class(config, path)
@@ -102,8 +109,7 @@ def positions(opened: Opened) -> int | None:
         (m for name, m in opened.model.named_modules() if name.endswith("position_embeddings")), None
     )
     limits = [
-        getattr(opened.model.config, "max_position_embeddings", None),
-        getattr(opened.model.config, "n_positions", None),
+        *_positions_of(opened.model.config),
         # If positions start after the padding index, the first rows of the table are unused.
         table.num_embeddings - table.padding_idx - 1
         if isinstance(table, nn.Embedding) and table.padding_idx is not None
@@ -111,6 +117,10 @@ def positions(opened: Opened) -> int | None:
         getattr(opened.tokenizer, "model_max_length", None),
     ]
     return min((number for number in limits if number and number < _NO_LIMIT), default=None)
+
+
+def _positions_of(config: Any) -> list[int | None]:
+    return [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions")]
 
 
 def read_config(path: Path) -> Any:

@@ -152,7 +152,8 @@ class Advise(Study):
             from efficient_attn.measure.copies import FEWEST_TOKENS
             from efficient_attn.studies.swap.model import load, ranks_heads, texts_of_lengths
 
-            opened = load(self.model, workload, self.dtype)
+            least = None if self.seq_lens is None else min(self._lengths(()))
+            opened = load(self.model, workload, self.dtype, least)
             decodes = self.backends is None and ranks_heads(opened)
             fits = (positions(opened) or math.inf) >= max(_DECODER_SEQ_LENS)
             lengths = self._lengths(_DECODER_SEQ_LENS if decodes and fits else _SEQ_LENS)

@@ -167,7 +167,8 @@ class Swap(Study):
         else:
             from efficient_attn.studies.swap.model import TextSubject, load
 
-            named, opened = named_texts(self.texts), load(self.model, workload, self.dtype)
+            named, most = named_texts(self.texts), max((tokens or 0 for tokens in lengths), default=0)
+            opened = load(self.model, workload, self.dtype, most)
             subjects = [TextSubject.of(opened, named, workload, seq_len=tokens) for tokens in lengths]
         first, layers = subjects[0], self.layers
         unknown = [layer for layer in layers or () if layer not in first.layers]

@@ -247,7 +247,7 @@ def texts_of_lengths(
         if most is not None and tokens > most:
             notes.append(f"{tokens} tokens were not measured: the model has {most} positions.")
         elif len(names) < 2:
-            enough = f"{len(names)} of {len(texts)} texts are that long and distinct"
+            enough = f"{len(names)} of {len(texts)} texts are that long and distinct, not two"
             notes.append(f"{tokens} tokens were not measured: {enough}.")
         else:
             parts = ({name: texts[name] for name in group} for group in (names[::2], names[1::2]))
@@ -258,7 +258,7 @@ def texts_of_lengths(
             held_out = replace(held_out, shared=shared, calibration=choosing.texts[0], **common)
             pairs.append((replace(choosing, **common), held_out))
     if not pairs:
-        raise DataError(f"No length can be measured; each needs two texts. {' '.join(notes)}")
+        raise DataError(f"No length can be measured. {' '.join(notes)}")
     return pairs, notes
 
 
@@ -270,16 +270,18 @@ def ranks_heads(opened: Opened) -> bool:
     return several and predicts_next(opened.model, sites)
 
 
-def load(model: Any, workload: Workload, dtype: str | None) -> Opened:
+def load(model: Any, workload: Workload, dtype: str | None, tokens: int | None) -> Opened:
     """The model of a folder, or a loaded model in a pair with its tokenizer.
 
     Args:
         dtype: Option of the study; None: the dtype of the checkpoint.
+        tokens: Length that the model of a folder has to support.
     """
     from transformers import PreTrainedModel
 
     if isinstance(model, (str, Path)):
-        return open_model(model, dtype=workload.dtype if dtype else None, device=workload.device)
+        chosen = workload.dtype if dtype else None
+        return open_model(model, dtype=chosen, device=workload.device, tokens=tokens or 0)
     if not isinstance(model, tuple) or not isinstance(model[0], PreTrainedModel):
         raise DtypeError(
             "model is a folder, a pair (model, tokenizer) of transformers, or makes its own inputs, not "

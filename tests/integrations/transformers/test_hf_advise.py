@@ -87,9 +87,17 @@ def test_a_bound_below_1_3_ends_a_length(encoder, monkeypatch):
 def test_lengths_that_model_or_texts_lack_are_named(encoder):
     plan = study("advise", encoder, ["window"], texts=texts(4), seq_lens=(TOKENS, 36, 60, 100))
     assert list(plan.notes()) == [
-        "60 tokens were not measured: 0 of 4 texts are that long and distinct.",
+        "60 tokens were not measured: 0 of 4 texts are that long and distinct, not two.",
         "100 tokens were not measured: the model has 64 positions.",
     ]
+
+
+def test_positions_are_compared_before_a_model_is_read(encoder, monkeypatch):
+    path = "efficient_attn.integrations.transformers.loading.read_model"
+    monkeypatch.setattr(path, lambda *arguments, **named: pytest.fail("read"))
+    for name, lengths in (("advise", (65, 100)), ("swap", (TOKENS, 65))):
+        with pytest.raises(OptionError, match="seq_len is at most the 64 positions of this model, not 65"):
+            study(name, encoder, ["window"], texts=texts(4), seq_lens=lengths).notes()
 
 
 def test_a_plan_keeps_the_random_features_that_its_layers_had_alone(encoder):

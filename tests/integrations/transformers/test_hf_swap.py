@@ -220,7 +220,7 @@ def test_texts_are_cut_to_one_length_and_to_what_the_model_can_take(encoder):
 @pytest.mark.parametrize(
     ("model", "changes", "error", "message"),
     [
-        (str, {"seq_lens": 65}, OptionError, "seq_len is from 2 to the 64 positions of this model, not 65"),
+        (str, {"seq_lens": 65}, OptionError, "seq_len is at most the 64 positions of this model, not 65"),
         (str, {"seq_lens": 60}, DataError, "The text 'text 0' has 42 tokens, not 60"),
         (str, {"texts": "a text"}, DtypeError, "texts is a list of texts, or a mapping"),
         (str, {"draws": 0}, OptionError, "draws"),
