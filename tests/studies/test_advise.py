@@ -61,8 +61,8 @@ def test_faster_not_faster_and_undecided_are_three_outcomes_of_a_length(times, b
     sentence = results.sentences()[0]
     assert sentence.startswith(f"{begins} (target: mean pool cosine 0.9000).")
     outcomes = {
-        FASTER: "2.0 ± 0.7 times faster, with window in layers 0",
-        SLOWER: "2.0 ± 0.7 times slower, with window in layers 0",
+        FASTER: "2.0 times faster (1.1 to 3.5), with window in layers 0",
+        SLOWER: "2.0 times slower (1.2 to 3.5), with window in layers 0",
         OPEN: "~1.6× the speed (interval beyond ×3), not settled, with window in layers 0",
         (): "no plan meets the target; attention takes 67 % of the time, so the limit is 3.00×",
         FASTER[:2]: "~2.10× the speed, not settled",
@@ -93,7 +93,8 @@ def test_a_length_without_a_decision_is_undecided_for_a_reason(records, told):
 @pytest.mark.parametrize(
     ("times", "told"),
     [
-        ((0.95, 1.04, 0.86, 0.95), "too little gain, 1.05 ± 0.02 times faster, with window in layers 0"),
+        ((0.95, 1.04, 0.86, 0.95), "too little gain, 1.05 ± 0.03 times faster, with window in layers 0"),
+        ((1.0, 1.1, 0.91, 1.0), "too little gain, as fast within 10 % (0.96 to 1.04×), with window"),
         ((0.8, 0.88, 0.72, 0.8), "1.25 ± 0 times faster, with window"),
     ],
 )

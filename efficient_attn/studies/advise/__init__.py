@@ -86,11 +86,14 @@ class Advise(Study):
     dtype: str | None = shared.dtype(None, "Dtype of MODEL; that of its checkpoint if omitted.", rare=False)
     device: str | None = shared.device(None, "auto")
     threads: int | None = shared.threads()
-    rounds: int = shared.rounds()
+    rounds: int | None = option(
+        None, "Timing rounds; until the plan's speed is decided if omitted.", least=1, rare=True, free=True
+    )
     seed: int = shared.seed()
 
     def check(self) -> None:
-        positive_count("rounds", self.rounds)
+        if self.rounds is not None:
+            positive_count("rounds", self.rounds)
         if self.seq_lens is not None:
             parse_sizes(self.seq_lens, name="seq_lens")
         if self.model is None:

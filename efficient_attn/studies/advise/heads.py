@@ -32,11 +32,10 @@ from efficient_attn.registry import Choice
 from efficient_attn.runs.study import Point, Points
 from efficient_attn.studies.advise.names import HEADS, RANDOM_HEADS, RETRIEVAL
 from efficient_attn.studies.advise.outcomes import Targets
-from efficient_attn.studies.advise.precision import Timed
+from efficient_attn.studies.advise.precision import Timed, timing_steps
 from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.swap.measure import (
     case_of,
-    pass_point,
     plan_point,
 )
 from efficient_attn.studies.swap.model import TextSubject
@@ -68,7 +67,7 @@ class HeadPlan(NamedTuple):
 
 
 def head_steps(
-    choosing: TextSubject, held_out: TextSubject, targets: Targets, timed: Sequence[Timed], *, rounds: int
+    choosing: TextSubject, held_out: TextSubject, targets: Targets, timed: Sequence[Timed], rounds: int | None
 ) -> Points:
     """Rank the key/value heads, window as many as the targets allow, and verify on held-out texts.
 
@@ -94,7 +93,7 @@ def head_steps(
         drawn = random.Random(choosing.shared["seed"]).sample(heads, len(plan.heads))
         yield _planned(held_out, RANDOM_HEADS, plan._replace(heads=drawn))
         variant = _variant(PLAN, plan, held_out)
-        yield [pass_point(*each, rounds=rounds) for each in (*timed, (held_out, variant))]
+        yield from timing_steps(timed, (held_out, variant), rounds)
         yield _retrieved(held_out, variant)
 
 

@@ -9,13 +9,14 @@ from typing import Any, cast
 
 import torch
 
+from efficient_attn.measure.clock import LOOKS
 from efficient_attn.measure.variants import DENSE, PLAN, UNIFORM_ATTENTION, YARDSTICK, Variant
 from efficient_attn.runs.study import Point, Points
 from efficient_attn.stats.estimates import call_time, time_ratio
 from efficient_attn.studies.advise.heads import head_steps
 from efficient_attn.studies.advise.names import BOUND, LOSSLESS, SLIDING
 from efficient_attn.studies.advise.outcomes import excludes
-from efficient_attn.studies.advise.precision import Timed, precision_steps
+from efficient_attn.studies.advise.precision import Timed, precision_steps, timing_steps
 from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.advise.targets import Targets
 from efficient_attn.studies.swap.measure import distance_point, has_copies, pass_point, plan_point
@@ -46,21 +47,26 @@ def model_steps(
     variants: Sequence[Variant],
     targets: Targets,
     *,
-    rounds: int,
+    rounds: int | None,
     ranks_heads: bool,
 ) -> Points:
-    """Precision, then the bound, then per length a plan of heads where `ranks_heads`, or of layers."""
+    """Precision, then the bound, then per length a plan of heads where `ranks_heads`, or of layers.
+
+    Args:
+        rounds: Number of timing rounds; None: until the speed of a plan is decided.
+    """
+    first = LOOKS[0] if rounds is None else rounds
     for pair in pairs:
         choosing, held_out, timed = yield from precision_steps(*pair, targets)
         if ranks_heads and has_copies(choosing):
             # Errors need no quiet machine: few rounds bound the gain, and the plan is timed last.
             references = [choosing.original]
             if not (yield from _bound_excludes(choosing, references, variants, _BOUND_ROUNDS)):
-                yield from head_steps(choosing, held_out, targets, timed, rounds=rounds)
+                yield from head_steps(choosing, held_out, targets, timed, rounds)
         else:
             yield from _length_steps(choosing, held_out, variants, targets, timed, rounds)
         if len(timed) > 1:
-            yield [pass_point(*each, rounds=rounds) for each in timed]
+            yield [pass_point(*each, rounds=first) for each in timed]
 
 
 def _lossless_windows(
@@ -100,14 +106,14 @@ def _length_steps(
     variants: Sequence[Variant],
     targets: Targets,
     timed: Sequence[Timed],
-    rounds: int,
+    rounds: int | None,
 ) -> Points:
     """Windows in sliding layers, the bound, errors of layers, times, plans, verification.
 
     Args:
         timed: Models that the plan is timed against.
     """
-    quantity, limit = targets.quantity, targets.limit
+    quantity, limit, first = targets.quantity, targets.limit, LOOKS[0] if rounds is None else rounds
 
     def loss_of(record: AdviseRecord) -> float:
         loss = getattr(record, quantity) if record.status == "ok" else None
@@ -117,7 +123,7 @@ def _length_steps(
     if choosing.sliding and not windows:
         choosing, held_out = (replace(cast(Any, part), base={}) for part in (choosing, held_out))
     references = [choosing.original, _LOSSLESS] if windows else [choosing.original]
-    excluded = yield from _bound_excludes(choosing, references, variants, rounds)
+    excluded = yield from _bound_excludes(choosing, references, variants, first)
     free = [] if excluded else _free(choosing)
 
     losses_of_all: dict[str, float] = {}
@@ -138,7 +144,7 @@ def _length_steps(
     working = [x for x in working if best_layers(losses, losses_of_all, {x.label: 1.0}, limit)]
     gains_s: dict[str, float] = {}
     if working:
-        times = yield [pass_point(choosing, variant, rounds=rounds) for variant in (*references, *working)]
+        times = yield [pass_point(choosing, variant, rounds=first) for variant in (*references, *working)]
         statuses |= {record.status for record in times}
         reference, *times = times[len(references) - 1 :]
         gains_s = _gains_s(reference, list(zip(working, times, strict=True)), len(free))
@@ -161,8 +167,7 @@ def _length_steps(
         return
     yield _planned(held_out, PLAN, plan, working)
     if plan:
-        planned = held_out, _plan_variant(PLAN, plan, working)
-        yield [pass_point(*each, rounds=rounds) for each in (*timed, planned)]
+        yield from timing_steps(timed, (held_out, _plan_variant(PLAN, plan, working)), rounds)
 
 
 def _gains_s(

@@ -11,6 +11,7 @@ from efficient_attn.report.text import compared, interval_words, rounded, skippe
 from efficient_attn.runs.study import Run
 from efficient_attn.stats.estimates import Typical, call_time, grouped, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
+from efficient_attn.stats.speeds import decided
 from efficient_attn.studies.advise.names import ATTENTION_BFLOAT16, BOUND, MODEL_BFLOAT16, RETRIEVAL
 from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.advise.targets import AdviseSettled, Targets, relative_recall
@@ -108,9 +109,9 @@ def _verdict(
     if not (models and planned):
         return None, f"{_predicted(plan, bound)}, with {described}"
     fastest = min(models, key=lambda record: call_time(record).median)
-    speed = time_ratio(planned[-1], fastest)
+    (speed,) = decided([(planned[-1], fastest)])
     than = "" if fastest.case.label == OWN else f" than the {fastest.case.label}"
-    worthless = speed.side_of_one == 1 and speed.high is not None and speed.high < _LEAST_GAIN
+    worthless = speed.side_of_one >= 0 and speed.high is not None and speed.high < _LEAST_GAIN
     if worthless:
         return -1, f"too little gain, {compared(speed)}{than}, with {described}"
     if speed.side_of_one == 0:
@@ -195,7 +196,8 @@ def model_sentences(records: Sequence[AdviseRecord], run: Run[AdviseSettled]) ->
         keep = "Change the precision, not the attention" if change else "Keep exact attention"
         text = f"{keep}: no plan gains enough on this machine"
     else:
-        text, settled = "Undecided", f" {remedy(run.load)}"
+        text = "Change the precision; a plan on top of it is undecided" if change else "Undecided"
+        settled = f" {remedy(run.load)}"
     verdicts = "".join(f" At {outcome.tokens} tokens: {outcome.verdict}." for outcome in outcomes)
     target = quantity_words(targets.quantity, targets.limit)
     text = f"{text} (target: {target}).{verdicts}{settled}{skipped_points(records)}"

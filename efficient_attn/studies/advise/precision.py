@@ -1,14 +1,17 @@
-"""First step of an advice: attention and model in bfloat16, compared with the model as loaded."""
+"""First and last step of an advice: attention and model in bfloat16, and the speed of a plan."""
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
+from efficient_attn.measure.clock import LOOKS
 from efficient_attn.measure.variants import OWN, YARDSTICK, Variant
 from efficient_attn.ops.paths import multiplies_bfloat16
-from efficient_attn.runs.study import Point
-from efficient_attn.stats.estimates import time_ratio
+from efficient_attn.runs.study import Point, Points
+from efficient_attn.stats.estimates import OPEN, call_time, time_ratio
+from efficient_attn.stats.speeds import decided
 from efficient_attn.studies.advise.names import ATTENTION_BFLOAT16, MODEL_BFLOAT16
 from efficient_attn.studies.advise.targets import Targets
 from efficient_attn.studies.swap.measure import distance_point, pass_point
@@ -52,3 +55,21 @@ def precision_steps(
     if timed[gains.index(max(gains))][0] is lower:
         return cast(TextSubject, choosing).in_dtype(torch.bfloat16, _MODEL), lower, timed
     return choosing, held_out, timed
+
+
+def timing_steps(timed: Sequence[Timed], plan: Timed, rounds: int | None) -> Points:
+    """Time a plan and the models, then the plan and the fastest model until its speed is decided.
+
+    Args:
+        rounds: Number of rounds; None: until decided.
+    """
+    points = [pass_point(*each) for each in (*timed, plan)]
+    for look in LOOKS if rounds is None else (rounds,):
+        records = yield [replace(point, rounds=look) for point in points]
+        if not all(record.times_s for record in records):
+            return
+        *models, planned = records
+        fastest = min(models, key=lambda record: call_time(record).median)
+        if decided([(planned, fastest)])[0].outcome != OPEN:
+            return
+        points = [points[models.index(fastest)], points[-1]]

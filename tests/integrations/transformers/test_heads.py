@@ -148,6 +148,22 @@ def test_plans_are_made_and_timed_in_the_faster_precision_and_heads_ranked_as_lo
     assert kl > 0
 
 
+def test_a_plan_is_timed_until_it_is_decided_against_the_fastest_model(small, given_times, monkeypatch):
+    factors = iter([0.7, 1.4] * 16)
+
+    def noisy(case, variant, subject, *, seconds):
+        record = timed(case, variant, subject, seconds=seconds)
+        factor = next(factors) if (case.label, case.kind) == ("plan", "time") else 1.0
+        return replace(record, times_s=(factor * record.times_s[0] * (3 if case.dtype == "float32" else 1),))
+
+    monkeypatch.setattr("efficient_attn.studies.swap.measure.cost", noisy)
+    monkeypatch.setattr("efficient_attn.studies.advise.precision.multiplies_bfloat16", lambda: True)
+    results = ea.advise(small, texts=TEXTS, **LOOSE)
+    rounds = {r.case.label: len(r.round_sizes) for r in results.records if r.case.kind == "time"}
+    assert rounds == {OWN: 4, "attention in bfloat16": 4, "model in bfloat16": 16, "plan": 16}
+    assert "times faster than the model in bfloat16" in results.sentences()[1]
+
+
 def test_a_precision_beyond_the_target_or_slower_is_not_used(small, given_times, monkeypatch):
     monkeypatch.setattr("efficient_attn.studies.advise.precision.multiplies_bfloat16", lambda: True)
     same = ea.advise(small, texts=TEXTS, **LOOSE)
