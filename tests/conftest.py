@@ -223,7 +223,7 @@ def given_times(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
     from hf_advice import timed
 
     monkeypatch.setattr("efficient_attn.studies.swap.measure.cost", timed)
-    monkeypatch.setattr("efficient_attn.studies.advise.precision.multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("efficient_attn.studies.advise.precision.bfloat16_instructions", lambda: "none")
     monkeypatch.setattr("efficient_attn.runs.run.between", lambda *moments, **named: {})
 
 

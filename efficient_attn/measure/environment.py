@@ -30,7 +30,7 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
     """Description of machine and software, written with the records."""
     import torch
 
-    from efficient_attn.ops.paths import multiplies_bfloat16
+    from efficient_attn.ops.paths import bfloat16_instructions
 
     return {
         "command": list(map(without_home, command)),
@@ -49,7 +49,7 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
         "torch": {
             "version": torch.__version__,
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            "bfloat16_products": multiplies_bfloat16(),
+            "bfloat16": bfloat16_instructions(),
             "threads": torch.get_num_threads(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
         },

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast_dtype
 
-# "torch" takes the path of other devices on the CPU too, and PyTorch's operators alone on CUDA.
-VARIABLE = "EFFICIENT_ATTN_KERNELS"
+# "torch" takes the path of other devices on the CPU too, and PyTorch's operators alone on CUDA; "float32"
+# takes the CPU for one without instructions for bfloat16.
+VARIABLE, FLOAT32 = "EFFICIENT_ATTN_KERNELS", "float32"
 # Numbers in the largest tensor of a step on other devices: the memory is bounded, and few steps are needed.
 HELD = 2**25
-# Types of devices whose products of half precision are neither faster nor summed in float32.
+# Types of devices that multiply in float32, but for bfloat16 where a CPU has instructions for its products.
 UPCAST = {"cpu"}
 # Dtypes for which FlexAttention compiles, but for those of a failed compilation in this process.
 FLEX_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -41,8 +42,12 @@ def tuned_for_cpu(x: Tensor) -> bool:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """Dtype of the operands of matrix products: a GPU multiplies half precision and sums in float32."""
-    return upcast_dtype(x.dtype) if x.device.type in UPCAST else x.dtype
+    """Dtype of the operands of matrix products, whose sums are of float32.
+
+    GPUs multiply half precision, and CPUs with such instructions bfloat16; there gradients keep float32.
+    """
+    native = x.dtype is torch.bfloat16 and not torch.is_grad_enabled() and bfloat16_instructions() != "none"
+    return x.dtype if x.device.type not in UPCAST or native else upcast_dtype(x.dtype)
 
 
 # Queries the driver and the file system, so it stays out of the graph.
@@ -99,15 +104,22 @@ def only_torch() -> bool:
     return os.environ.get(VARIABLE) == "torch"
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether fused attention multiplies bfloat16 in tiles, which makes it faster than float32.
+@constant_result
+def bfloat16_instructions() -> str:
+    """Instructions of the CPU for products of bfloat16: amx_bf16, avx512_bf16, or none.
 
-    It packs its operands for AMX alone. With AVX512_BF16 it took 1.04 to 1.07 times as long as float32.
+    Fused attention packs its operands for AMX alone: with AVX512_BF16 it took 1.04 to 1.07 times as long as
+    in float32, and single products a quarter to a tenth.
     """
+    if os.environ.get(VARIABLE) == FLOAT32:
+        return "none"
+    # Older PyTorch has private functions.
+    older = {"amx_bf16": "_is_amx_tile_supported", "avx512_bf16": "_is_avx512_bf16_supported"}
     if hasattr(torch.cpu, "get_capabilities"):
-        return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
-    # Older PyTorch has a private function.
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
+        able = torch.cpu.get_capabilities()
+    else:
+        able = {name: getattr(torch.cpu, function, bool)() for name, function in older.items()}
+    return next((name for name in older if able.get(name)), "none")
 
 
 def on_tensor_cores(dtype: torch.dtype) -> bool:

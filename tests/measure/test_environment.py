@@ -31,16 +31,21 @@ def test_machine_and_software_are_told_in_strict_json_and_host_user_home_and_var
     assert len(user) < 4 or f"/{user}" not in text
 
 
-@pytest.mark.parametrize("tiles", [True, False])
-def test_products_of_bfloat16_are_a_matter_of_the_instruction_set(monkeypatch, tiles):
-    # Without tiles fused attention in bfloat16 is slower than in float32.
-    sets = {"avx512_bf16": True, "amx_bf16": tiles}
+@pytest.mark.parametrize(
+    ("tiles", "products", "name"),
+    [(True, True, "amx_bf16"), (False, True, "avx512_bf16"), (False, False, "none")],
+)
+def test_products_of_bfloat16_are_a_matter_of_the_instruction_set(monkeypatch, tiles, products, name):
+    sets = {"avx512_bf16": products, "amx_bf16": tiles}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: sets, raising=False)
-    assert environment.environment()["torch"]["bfloat16_products"] is tiles
+    assert environment.environment()["torch"]["bfloat16"] == name
     # An older PyTorch.
     monkeypatch.delattr(torch.cpu, "get_capabilities")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles, raising=False)
-    assert paths.multiplies_bfloat16() is tiles
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: products, raising=False)
+    assert paths.bfloat16_instructions() == name
+    monkeypatch.setenv("EFFICIENT_ATTN_KERNELS", "float32")
+    assert paths.bfloat16_instructions() == "none"
 
 
 @pytest.mark.parametrize(

@@ -108,3 +108,21 @@ def test_gradients_of_the_gradients_lack_no_factor(sharing, masked):
         actual = first_and_second_derivatives(ours, leaves)
     expected = first_and_second_derivatives(definition, leaves)
     assert_near(actual, expected, 1e-12)
+
+
+@pytest.mark.parametrize("instructions", ["avx512_bf16", "none"])
+def test_bfloat16_products_follow_the_instructions_of_the_cpu_in_inference(monkeypatch, instructions):
+    monkeypatch.setattr(paths, "bfloat16_instructions", lambda: instructions)
+    dtype = torch.float32 if instructions == "none" else torch.bfloat16
+    q, k, v = (x.to(torch.bfloat16) for x in random_qkv(1, 4, 2, 1100, 1100))
+    backend = ea.build("linformer", head_dim=8, max_tokens=1100, rank=64)
+    with torch.no_grad():
+        assert paths.product_dtype(q) is dtype and paths.product_dtype(q.half()) is torch.float32
+        out = backend(q, k, v)
+        reference = backend(*(x.double() for x in (q, k, v)))
+        plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        exact = ea.attention(*(x.double() for x in (q, k, v)))
+    assert paths.product_dtype(q) is torch.float32
+    errors = [((x - y).norm() / y.norm()).item() for x, y in ((out, reference), (plain, exact))]
+    # Rounding of the mixture and of the projected rows comes to that of the output.
+    assert errors[0] <= 2 * errors[1] and out.dtype is torch.bfloat16

@@ -175,7 +175,8 @@ def test_calls_of_another_shape_or_subject_than_a_model_have_no_errors(shape):
 
 @pytest.mark.parametrize("half", [False, True])
 def test_a_default_run_has_backends_for_all_questions_on_the_shapes_of_both_models(half, monkeypatch):
-    monkeypatch.setattr("efficient_attn.ops.paths.multiplies_bfloat16", lambda: half)
+    instructions = "amx_bf16" if half else "avx512_bf16"
+    monkeypatch.setattr("efficient_attn.ops.paths.bfloat16_instructions", lambda: instructions)
     points = points_of(study("bench", threads=1))
     shapes = Counter((x.case.num_heads, x.case.num_kv_heads) for x in points if x.case.kind == "time")
     assert shapes == {(12, None): 4 * (9 + half), (9, 3): 4 * (8 + half) + 2}

@@ -8,7 +8,7 @@ import torch
 
 from efficient_attn.measure.clock import LOOKS
 from efficient_attn.measure.variants import OWN, YARDSTICK, Variant
-from efficient_attn.ops.paths import multiplies_bfloat16
+from efficient_attn.ops.paths import bfloat16_instructions
 from efficient_attn.runs.study import Point, Points
 from efficient_attn.stats.estimates import OPEN, call_time, time_ratio
 from efficient_attn.stats.speeds import decided
@@ -30,7 +30,7 @@ Timed = tuple[ModelSubject, Variant]
 def lowers_precision(subject: ModelSubject) -> bool:
     """Whether bfloat16 may be faster: on a GPU, and on a CPU with instructions for its products."""
     shared = subject.shared
-    native = shared["device"] != "cpu" or multiplies_bfloat16()
+    native = shared["device"] != "cpu" or bfloat16_instructions() != "none"
     return isinstance(subject, TextSubject) and shared["dtype"] == "float32" and native
 
 

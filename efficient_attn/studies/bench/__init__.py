@@ -342,9 +342,10 @@ def _errors(setting: _Setting, lengths: Sequence[int]) -> Points:
 
 def _multiplies_half_precision(workload: Workload) -> bool:
     """Whether float32 attention is faster in half precision, by the instructions of the processor."""
-    from efficient_attn.ops.paths import multiplies_bfloat16
+    from efficient_attn.ops.paths import bfloat16_instructions
 
-    return workload.device == "cpu" and workload.dtype == "float32" and multiplies_bfloat16()
+    float32 = workload.device == "cpu" and workload.dtype == "float32"
+    return float32 and bfloat16_instructions() == "amx_bf16"
 
 
 def _layers_of(source: Any, layers: Sequence[int] | None, workload: Workload) -> list[Any]:

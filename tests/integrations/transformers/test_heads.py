@@ -115,7 +115,7 @@ def small(tmp_path_factory):
 def advised(small):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("efficient_attn.studies.swap.measure.cost", timed)
-        patch.setattr("efficient_attn.studies.advise.precision.multiplies_bfloat16", lambda: False)
+        patch.setattr("efficient_attn.studies.advise.precision.bfloat16_instructions", lambda: "none")
         return ea.advise(small, texts=TEXTS, **LOOSE)
 
 
@@ -125,7 +125,7 @@ def test_plans_are_made_and_timed_in_the_faster_precision_and_heads_ranked_as_lo
         return replace(record, times_s=(record.times_s[0] / (3 if case.dtype == "bfloat16" else 1),))
 
     monkeypatch.setattr("efficient_attn.studies.swap.measure.cost", in_dtype)
-    monkeypatch.setattr("efficient_attn.studies.advise.precision.multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("efficient_attn.studies.advise.precision.bfloat16_instructions", lambda: "amx_bf16")
     results = ea.advise(small, texts=TEXTS, **LOOSE)
     first = [(r.case.label, r.case.dtype, len(r.round_sizes or ())) for r in results.records[:2]]
     assert first == [("attention in bfloat16", "float32", 0), ("model in bfloat16", "bfloat16", 0)]
@@ -157,15 +157,15 @@ def test_a_plan_is_timed_until_it_is_decided_against_the_fastest_model(small, gi
         return replace(record, times_s=(factor * record.times_s[0] * (3 if case.dtype == "float32" else 1),))
 
     monkeypatch.setattr("efficient_attn.studies.swap.measure.cost", noisy)
-    monkeypatch.setattr("efficient_attn.studies.advise.precision.multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("efficient_attn.studies.advise.precision.bfloat16_instructions", lambda: "amx_bf16")
     results = ea.advise(small, texts=TEXTS, **LOOSE)
     rounds = {r.case.label: len(r.round_sizes) for r in results.records if r.case.kind == "time"}
     assert rounds == {OWN: 4, "attention in bfloat16": 4, "model in bfloat16": 16, "plan": 16}
-    assert "times faster than the model in bfloat16" in results.sentences()[1]
+    assert "than the model in bfloat16, with" in results.sentences()[1]
 
 
 def test_a_precision_beyond_the_target_or_slower_is_not_used(small, given_times, monkeypatch):
-    monkeypatch.setattr("efficient_attn.studies.advise.precision.multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("efficient_attn.studies.advise.precision.bfloat16_instructions", lambda: "amx_bf16")
     same = ea.advise(small, texts=TEXTS, **LOOSE)
     assert "model in bfloat16 as fast within 10 %" in same.sentences()[0]
     beyond = ea.advise(small, texts=TEXTS, **{**LOOSE, "max_kl": 0.0})
