@@ -37,6 +37,7 @@ from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.swap.measure import (
     case_of,
     plan_point,
+    work,
 )
 from efficient_attn.studies.swap.model import TextSubject
 from efficient_attn.studies.swap.names import WINDOW
@@ -124,7 +125,7 @@ def _rank_point(subject: TextSubject, choice: Choice) -> Point:
         measure=partial(answer, case, partial(_scored, case, subject, choice)),
         series=OWN,
         # A backward pass took twice as long as a forward pass.
-        cost=3.0 * case.tokens,
+        cost=3.0 * work(case),
     )
 
 
@@ -177,7 +178,7 @@ def _retrieved(subject: TextSubject, variant: Variant) -> Point:
         label=f"{variant.label}, {case.tokens} tokens, numbers in a text",
         series=RETRIEVAL,
         # One pass of the plan and one of the model for each prompt.
-        cost=2.0 * PROMPTS * case.tokens,
+        cost=2.0 * PROMPTS * work(case),
     )
 
 

@@ -53,7 +53,7 @@ def distance_point(
         measure=partial(answer, case, partial(distance, case, variant, subject, draws)),
         label=f"{variant.label}, {case.tokens} tokens, {'all layers' if layer is None else f'layer {layer}'}",
         series=variant.label,
-        cost=repeats * _work(case, variant.time_growth),
+        cost=repeats * work(case, variant.time_growth),
     )
 
 
@@ -65,11 +65,11 @@ def pass_point(subject: ModelSubject, variant: Variant, kind: str = "time", *, r
         measure=partial(cost, case, variant, subject),
         rounds=rounds,
         series=variant.label,
-        cost=_work(case, variant.time_growth),
+        cost=work(case, variant.time_growth),
     )
 
 
-def _work(case: Case, growth: int = 1) -> float:
+def work(case: Case, growth: int = 1) -> float:
     """Products of a layer per head entry: 12 d² for each token in linear layers, 2 n d in attention."""
     return case.tokens * (6.0 * case.model_dim + float(case.tokens) ** (growth - 1))
 
@@ -81,7 +81,7 @@ def plan_point(subject: ModelSubject, variant: Variant, chosen: Mapping[Any, str
         case=case,
         measure=partial(answer, case, partial(_plan_record, case, variant, subject, chosen, values)),
         series=OWN,
-        cost=_work(case),
+        cost=work(case),
     )
 
 
