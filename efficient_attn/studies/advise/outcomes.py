@@ -137,16 +137,16 @@ def precision_sentence(records: Sequence[AdviseRecord], quantity: str) -> tuple[
     swaps = [r for r in ok if r.case.kind == "swap" and r.case.label in _REFERENCES[1:]]
     if not swaps:
         return "", False
-    tokens, faster, parts = max(record.case.tokens for record in swaps), False, []
+    tokens, parts = max(record.case.tokens for record in swaps), []
+    # The bound is that of the faster model.
+    faster = any((r.case.kind, r.case.label) == (BOUND, MODEL_BFLOAT16) for r in ok if r.case.tokens == tokens)
     for swap in (record for record in swaps if record.case.tokens == tokens):
         times = [r for r in ok if r.times_s and r.case.kind == "time" and r.case.inputs == swap.case.inputs]
         models = [record for record in times if record.case.label == OWN]
         timed = [record for record in times if record.case.label == swap.case.label]
         shown = "not within the target"
         if models and timed:
-            speed = time_ratio(timed[-1], models[-1])
-            shown = compared(speed)
-            faster |= swap.case.label == MODEL_BFLOAT16 and (speed.low or speed.median) > 1
+            shown = compared(time_ratio(timed[-1], models[-1]))
         losses = quantity_words(quantity, getattr(swap, quantity) or 0.0)
         losses += "" if swap.loss_difference is None else f", {_losses(swap)}"
         parts.append(f"{swap.case.label} {shown}, {losses}")
