@@ -17,7 +17,6 @@ _MAPPINGS = {
 _REASONS = {
     "No attention of this": "attention outside of the interface, or none",
     "index": "keys by an index",
-    "softcap": "capped scores",
     "sinks": "attention sinks",
     "bias": "position biases",
     "chunked": "keys in chunks",

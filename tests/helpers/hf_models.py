@@ -61,6 +61,13 @@ def gemma3(**changes: Any) -> Any:
     return tiny("Gemma3ForCausalLM", **GROUPED, **fields, layer_types=types, **changes)
 
 
+def gemma2(**changes: Any) -> Any:
+    """Layers 0 and 2 read the last five tokens, layer 1 everything before it; scores are below 0.1."""
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    fields = {"sliding_window": WINDOW, "head_dim": 8, "query_pre_attn_scalar": 20, "layer_types": types}
+    return tiny("Gemma2ForCausalLM", **GROUPED, **fields, **{"attn_logit_softcapping": 0.1, **changes})
+
+
 def gpt_oss(**changes: Any) -> Any:
     """Layers 0 and 2 read the last five tokens, layer 1 everything before it; a sink for each head."""
     fields = {"sliding_window": WINDOW, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
@@ -87,7 +94,8 @@ def opt(**changes: Any) -> Any:
     return tiny("OPTForCausalLM", ffn_dim=48, word_embed_proj_dim=32, **changes)
 
 
-MODELS = {make.__name__: make for make in (bert, modernbert, gpt2, llama, mistral, gemma3, opt, gpt_oss)}
+_MAKERS = (bert, modernbert, gpt2, llama, mistral, gemma2, gemma3, opt, gpt_oss)
+MODELS = {make.__name__: make for make in _MAKERS}
 
 
 def tiny(name: str, **fields: Any) -> Any:

@@ -11,9 +11,9 @@ from efficient_attn.backends.by_head import NAME as BY_HEAD
 from efficient_attn.backends.by_head import parts_of
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnsupportedError
 from efficient_attn.integrations.assignment_files import assignment_of_backends
-from efficient_attn.integrations.transformers.attend import SINK_DIM
 from efficient_attn.integrations.transformers.loading import data_errors
-from efficient_attn.integrations.transformers.sites import AttentionSite
+from efficient_attn.integrations.transformers.scores import SINK_DIM
+from efficient_attn.integrations.transformers.sites import SOFT_CAP, AttentionSite
 from efficient_attn.options import numbers_in_ranges
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, Choice, parse_choice
@@ -74,6 +74,8 @@ def _build_choice(site: AttentionSite, choice: Choice, max_tokens: int | None, s
         chosen, options = resolve(name), dict(window_options)
     if site.sinks:
         options = _with_sink(site, chosen, options)
+    if site.capped:
+        _check_caps(site, chosen, options)
     if seed is not None:
         options = seeded(chosen, options, seed)
     problem = AttentionProblem(
@@ -127,6 +129,18 @@ def _with_sink(site: AttentionSite, spec: BackendSpec, options: Mapping[str, Any
             "and 'window' where it is causal."
         )
     return dict(options)
+
+
+def _check_caps(site: AttentionSite, spec: BackendSpec, options: Mapping[str, Any]) -> None:
+    """Refuse a backend whose scores cannot be capped."""
+    if spec.name == BY_HEAD:
+        for part in parts_of(options):
+            _check_caps(site, resolve(part["backend"]), part["options"])
+    elif spec.name not in ("exact", "window") or options.get("dropout"):
+        raise UnsupportedError(
+            f"{site.path} computes with {SOFT_CAP!r}, which backend {spec.name!r} does not support"
+            f"{' with dropout' if options.get('dropout') else ''}; 'exact' and 'window' do."
+        )
 
 
 def _choices_by_layer(sites: list[AttentionSite], backends: Mapping[Any, Any]) -> dict[int, Choice]:

@@ -21,7 +21,8 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import build_for
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL, MaskPattern, keys_to_last_query, read_mask
-from efficient_attn.registry import BackendSpec
+from efficient_attn.integrations.transformers.scores import CappedAttention, SinkAttention
+from efficient_attn.integrations.transformers.sites import SOFT_CAP
 
 # attn_implementation of attached models.
 NAME = "efficient_attn"
@@ -40,12 +41,9 @@ PAST = (
     "mask for earlier tokens, or use transformers' own cache."
 )
 
-# Columns of queries and keys for the score of a sink. Kernels of accelerators require a multiple of 8.
-SINK_DIM = 8
-
 # Arguments of attention functions that no backend supports.
 _REFUSED = (
-    *("cache", "block_table", "indices", "block_indices", "softcap", "sinks", "position_bias"),
+    *("cache", "block_table", "indices", "block_indices", "sinks", "position_bias"),
     *("cu_seq_lens_q", "cu_seq_lens_k"),
 )
 
@@ -112,50 +110,6 @@ class Mask(Tensor):
             "This model computes with its mask of queries and keys, which no backend builds; use the model's "
             "own attention, attn_implementation='sdpa'."
         )
-
-
-class SinkAttention(NamedTuple):
-    """Attention with a sink for each head: a first token of value 0 and of a learned score.
-
-    The key of the sink is a unit vector in a column of its own, where queries have the score and keys 0.
-
-    Attributes:
-        backend: Backend of head_dim + SINK_DIM.
-        sinks: Scores, [heads].
-    """
-
-    backend: Backend
-    sinks: Tensor
-
-    @property
-    def spec(self) -> BackendSpec:
-        return self.backend.spec
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-        # With a query for the sink, a causal call stays square, for which kernels need no mask.
-        square = int(q.shape[2] == k.shape[2])
-        tensors, mask = self._add_sink(q, k, v, key_mask, queries=square, keys=1)
-        return self.backend(*tensors, key_mask=mask)[:, :, square:, : v.shape[3]]
-
-    def extend(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
-        first = int(state is None)
-        tensors, mask = self._add_sink(q, k, v, key_mask, queries=first, keys=first)
-        out, state = self.backend.extend(*tensors, state, key_mask=mask)
-        return out[:, :, first:, : v.shape[3]], state
-
-    def _add_sink(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, queries: int, keys: int
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-        """Wider q, k and v, with a first query and a first key or without, and the key mask."""
-        scores = (self.sinks / self.backend.problem.factor).to(q.dtype)
-        scores = scores[:, None, None].expand(*q.shape[:3], 1)
-        wide_q = F.pad(torch.cat([q, scores], dim=3), (0, SINK_DIM - 1, queries, 0))
-        wide_k, wide_v = (F.pad(x, (0, SINK_DIM, keys, 0)) for x in (k, v))
-        wide_k[:, :, :keys, k.shape[3]] = 1
-        mask = None if key_mask is None else F.pad(key_mask, (keys, 0), value=True)
-        return (wide_q, wide_k, wide_v), mask
 
 
 def make_mask(
@@ -310,8 +264,12 @@ def backend_attention(
             f"No backend is attached to this {kind}; call attach(model, …), or load(path) for a saved model, "
             "both of efficient_attn.integrations.transformers."
         )
+    refused = [*_REFUSED]
     # A backend as wide as the queries has no column for a sink.
-    for name in (*_REFUSED, "s_aux") if query.shape[-1] == backend.problem.head_dim else _REFUSED:
+    refused += ["s_aux"] if query.shape[-1] == backend.problem.head_dim else []
+    # `attach` looks for this attribute.
+    refused += ["softcap"] if getattr(module, SOFT_CAP, None) is None else []
+    for name in refused:
         if arguments.get(name) is not None:
             raise UnsupportedError(
                 f"{kind} computes with {name!r}, which no backend supports; use the model's own attention, "
@@ -335,8 +293,11 @@ def backend_attention(
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
     if factor != backend.problem.factor:
         query = query * (factor / backend.problem.factor)
-    sinks = arguments.get("s_aux")
-    attention = backend if sinks is None else SinkAttention(backend, sinks)
+    attention: Any = backend
+    if arguments.get("s_aux") is not None:
+        attention = SinkAttention(backend, arguments["s_aux"])
+    elif arguments.get("softcap") is not None:
+        attention = CappedAttention(backend, arguments["softcap"])
     return _run_backend(attention, query, key, value, visible), None
 
 

@@ -14,7 +14,9 @@ from efficient_attn.integrations.masks import CAUSAL, FULL, MaskPattern
 
 # Attributes of attention modules that no backend supports. Layers without a position bias of their own get
 # the bias of the first layer.
-_REFUSED = ("indexer", "attn_logit_softcapping", "softcap", "has_relative_attention_bias")
+_REFUSED = ("indexer", "softcap", "has_relative_attention_bias")
+# Attribute of attention modules that cap their scores.
+SOFT_CAP = "attn_logit_softcapping"
 # Types of layers that no backend supports.
 _REFUSED_TYPES = (
     *("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
@@ -33,6 +35,7 @@ class AttentionSite(NamedTuple):
         max_tokens: Maximum sequence length of the model; None: unknown.
         num_kv_heads: Number of heads of the keys and values; None: num_heads, or unknown.
         sinks: Whether each head has a learned sink, a score that joins every softmax without a value.
+        capped: Whether scores are cap · tanh(score / cap).
     """
 
     path: str
@@ -46,6 +49,7 @@ class AttentionSite(NamedTuple):
     max_tokens: int | None
     num_kv_heads: int | None = None
     sinks: bool = False
+    capped: bool = False
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -152,6 +156,7 @@ def _site(path: str, module: Any) -> AttentionSite:
         max_tokens=_first_value("max_position_embeddings", "n_positions", of=(config,)),
         num_kv_heads=None if kv_heads == heads else kv_heads,
         sinks=getattr(module, "sinks", None) is not None,
+        capped=getattr(module, SOFT_CAP, None) is not None,
     )
 
 

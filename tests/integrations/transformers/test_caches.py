@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from hf_models import MODELS, ROUNDING, WINDOW, gemma3, gpt_oss, inputs, llama, mistral, modernbert
+from hf_models import MODELS, ROUNDING, WINDOW, gemma2, gemma3, gpt_oss, inputs, llama, mistral, modernbert
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionAndSlidingWindowAttentionLayer
 
@@ -41,7 +41,7 @@ def assert_same(actual, expected, bound=1e-5):
     assert torch.equal(actual[0], expected[0])
 
 
-CASES = [(name, "exact") for name in ("llama", "mistral", "gemma3", "opt", "gpt_oss")]
+CASES = [(name, "exact") for name in ("llama", "mistral", "gemma2", "gemma3", "opt", "gpt_oss")]
 CASES += [("llama", name) for name in ("performer-positive", "window", "by-head", "block-topk")]
 
 
@@ -143,9 +143,10 @@ def test_tokens_that_a_later_mask_hides_are_hidden_as_in_the_cache_of_transforme
     torch.testing.assert_close(chat(model, StateCache(model), *masks), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("make", [gpt_oss, gemma2])
 @torch.no_grad()
-def test_a_state_hides_tokens_behind_its_sink():
-    model, masks = attach(gpt_oss().double(), "exact"), masks_of_turns()
+def test_a_state_hides_tokens_behind_its_sink_and_under_a_cap(make):
+    model, masks = attach(make().double(), "exact"), masks_of_turns()
     expected = chat(model, DynamicCache(config=model.config), *masks)
     torch.testing.assert_close(chat(model, StateCache(model), *masks), expected, rtol=0, atol=1e-12)
 
@@ -258,7 +259,10 @@ def test_global_tokens_in_sliding_layers_are_the_first_real_keys_in_the_models_m
 
 
 # In a model of one layer that streams, other sliding layers have the cache of transformers.
-@pytest.mark.parametrize(("make", "backend"), [(mistral, {0: SECOND_HEAD}), (gemma3, STREAMING)])
+STREAMED = [(mistral, {0: SECOND_HEAD}), (gemma3, STREAMING), (gemma2, STREAMING)]
+
+
+@pytest.mark.parametrize(("make", "backend"), STREAMED)
 def test_sliding_layers_with_global_tokens_continue_texts_as_without_a_cache(make, backend):
     model = make().double()
     attach(model, **({"backend": backend} if isinstance(backend, dict) else {"sliding": backend}))

@@ -8,7 +8,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from hf_models import TOKENS, attended, bart, bert, gpt2, gpt_oss, inputs, llama, mistral, modernbert
+from hf_models import TOKENS, attended, bart, bert, gemma2, gpt2, gpt_oss, inputs, llama, mistral, modernbert
 
 from efficient_attn.distributed.calls import in_force
 from efficient_attn.distributed.layout import Layout
@@ -53,6 +53,9 @@ def by_head(backend):
         (mistral, by_head("linear-elu"), UnsupportedError, "'linear-elu' does not support causal over 5"),
         (gpt_oss, {"full": "linear-elu"}, UnsupportedError, "'sinks', which backend 'linear-elu' does not"),
         (gpt_oss, by_head("exact"), UnsupportedError, "'sinks', which backend 'by-head' does not"),
+        (gemma2, {"full": "linear-elu"}, UnsupportedError, "capping', which backend 'linear-elu' does not"),
+        (gemma2, by_head("block-topk"), UnsupportedError, "not support causal over 5 keys; 'window'"),
+        (gemma2, {"full": ("exact", {"dropout": 0.1})}, UnsupportedError, "'exact' does not support with"),
         (bert, {"backend": {"0-1": ("exact", {"causal": True})}}, OptionError, "causal=True is no option of"),
         (bert, {"backend": "window", "scale": 0.3}, OptionError, "scale=0.3 is no option .* leave it out"),
         (bert, {"full": ("window", {"max_tokens": 9})}, OptionError, "max_tokens: an argument of the attach"),

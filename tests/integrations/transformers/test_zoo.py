@@ -33,7 +33,7 @@ def test_the_table_has_every_architecture_and_none_is_silently_wrong():
 # causality that only names tell, the width of a window that no mask reads.
 FEW = (
     *("bert", "bloom", "deberta", "deepseek_v3", "falcon", "gemma2", "gpt_oss", "gptj", "jamba"),
-    *("glm_moe_dsa", "llama4_text", "moshi", "nllb-moe", "pegasus_x", "t5"),
+    *("glm_moe_dsa", "llama4_text", "moshi", "nllb-moe", "pegasus_x", "t5", "t5gemma"),
 )
 
 
