@@ -49,6 +49,18 @@ def option(
     return field(default=declared.pop("default"), metadata=declared)
 
 
+def compute_dtype_option() -> Any:
+    """Field for the dtype of the arithmetic."""
+    text = "Dtype that q, k and v are cast to: bfloat16 or float16. The output has q's dtype."
+    return option(None, text, added=True)
+
+
+def check_compute_dtype(value: object) -> None:
+    """Refuse a dtype of the arithmetic other than half precision."""
+    if value is not None:
+        one_of("compute_dtype", value, ("bfloat16", "float16"))
+
+
 def recorded(options: Any) -> dict[str, Any]:
     """Options by name, as stored in cases and checkpoints."""
     return {

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from efficient_attn.operation_counts import MatMuls, softmax_matmuls, visible_pairs
+from efficient_attn.ops.dtypes import attend_in
 from efficient_attn.ops.softmax.definition import apply_weights, softmax_weights
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
-from efficient_attn.options import one_of, option, probability
+from efficient_attn.options import check_compute_dtype, compute_dtype_option, option, probability
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 
@@ -20,14 +20,11 @@ class ExactOptions:
     """Options of `exact`."""
 
     dropout: float = option(0.0, "Dropout probability of the attention weights in training.")
-    compute_dtype: str | None = option(
-        None, "Dtype that q, k and v are cast to: bfloat16 or float16. The output has q's dtype.", added=True
-    )
+    compute_dtype: str | None = compute_dtype_option()
 
     def __post_init__(self) -> None:
         probability("dropout", self.dropout)
-        if self.compute_dtype is not None:
-            one_of("compute_dtype", self.compute_dtype, ("bfloat16", "float16"))
+        check_compute_dtype(self.compute_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +61,14 @@ class FusedAttention(nn.Module):
     def __init__(self, problem: AttentionProblem, options: ExactOptions) -> None:
         super().__init__()
         self._scale, self._causal, self._dropout = problem.factor, problem.causal, options.dropout
-        self._dtype = options.compute_dtype and getattr(torch, options.compute_dtype)
+        self._dtype = options.compute_dtype
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, zeroed: bool = False
     ) -> Tensor:
-        out = fused_attention(
-            *(x.to(self._dtype or q.dtype) for x in (q, k, v)),
-            scale=self._scale,
-            causal=self._causal,
-            key_mask=key_mask,
-            dropout=self._dropout if self.training else 0.0,
-            zeroed=zeroed,
-        )
-        return out.to(q.dtype)
+        options = {"scale": self._scale, "causal": self._causal, "key_mask": key_mask, "zeroed": zeroed}
+        dropout = self._dropout if self.training else 0.0
+        return attend_in(self._dtype, fused_attention, q, k, v, dropout=dropout, **options)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError
 from efficient_attn.operation_counts import MatMuls, softmax_matmuls, visible_pairs
+from efficient_attn.ops.dtypes import attend_in
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import (
     KVCache,
@@ -19,7 +20,7 @@ from efficient_attn.ops.softmax.kv_cache import (
 from efficient_attn.ops.window.attention import window_attention
 from efficient_attn.ops.window.global_keys import AgedKeys, GlobalKeys, first_keys
 from efficient_attn.ops.window.streaming import WindowState, extend_window, slide_window
-from efficient_attn.options import option, whole_number
+from efficient_attn.options import check_compute_dtype, compute_dtype_option, option, whole_number
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
@@ -34,10 +35,12 @@ class WindowOptions:
     global_tokens: int = option(
         0, "Number of first real tokens that every query reads besides its window.", added=True
     )
+    compute_dtype: str | None = compute_dtype_option()
 
     def __post_init__(self) -> None:
         positive_count("window", self.window)
         whole_number("global_tokens", self.global_tokens)
+        check_compute_dtype(self.compute_dtype)
 
     def sides(self, *, causal: bool) -> tuple[int, int]:
         """Number of keys before and after its position that a query reads."""
@@ -52,6 +55,8 @@ class WindowAttention(nn.Module):
         super().__init__()
         self._scale, self._causal, self._count = problem.factor, problem.causal, options.global_tokens
         self._back, self._ahead = options.sides(causal=problem.causal)
+        self._sides = {"scale": problem.factor, "back": self._back, "ahead": self._ahead}
+        self._dtype = options.compute_dtype
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         # A window that reaches both ends of the sequence has every key.
@@ -63,11 +68,11 @@ class WindowAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: AgedKeys | None
     ) -> Tensor:
         """The output, with global keys aged from the last key."""
-        scale, back, ahead = self._scale, self._back, self._ahead
+        back, ahead = self._back, self._ahead
         keys = None
         if first is not None:
             keys = first.seen_by(q.shape[2], k.shape[2], back=back, ahead=ahead, causal=self._causal)
-        return window_attention(q, k, v, scale=scale, back=back, ahead=ahead, key_mask=key_mask, first=keys)
+        return attend_in(self._dtype, window_attention, q, k, v, key_mask=key_mask, first=keys, **self._sides)
 
     def keys_read(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor) -> Tensor:
         """Keys of the windows and global tokens, bool [batch 1 rows k_tokens], later keys included."""
@@ -87,7 +92,8 @@ class WindowAttention(nn.Module):
             step = slide_window(state, q, k, v, back=self._back)
         if step is not None:
             keys, values, after = step
-            return fused_attention(q, keys, values, scale=self._scale, key_mask=None, dropout=0.0), after
+            options = {"scale": self._scale, "key_mask": None, "dropout": 0.0}
+            return attend_in(self._dtype, fused_attention, q, keys, values, **options), after
         first: GlobalKeys | None = None
         if self._count:
             back, count = self._back, self._count
@@ -98,11 +104,11 @@ class WindowAttention(nn.Module):
             after = last_tokens(cache, self._back)
         if k.shape[2] == 0:
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), after
-        mask, scale = mask_of(cache), self._scale
+        k, v, mask = cache.k, cache.v, mask_of(cache)
         if first is None:
-            return self(q, cache.k, cache.v, mask), after
-        sides = {"back": self._back, "ahead": 0}
-        return window_attention(q, cache.k, cache.v, scale=scale, key_mask=mask, first=first, **sides), after
+            return self(q, k, v, mask), after
+        out = attend_in(self._dtype, window_attention, q, k, v, key_mask=mask, first=first, **self._sides)
+        return out, after
 
 
 def operations(problem: AttentionProblem, options: WindowOptions, tokens: int, value_dim: int) -> MatMuls:

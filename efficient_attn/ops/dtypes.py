@@ -1,5 +1,6 @@
 """Accumulation dtypes, masked tokens as zeros, and contexts without autocast or inference mode."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,6 +19,15 @@ def upcast(x: Tensor) -> Tensor:
 def upcast_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of `upcast(x)` for an `x` of this dtype."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def attend_in(
+    dtype: str | None, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> Tensor:
+    """The output of `attend` on q, k and v cast to a dtype, in q's dtype. None: no cast."""
+    if dtype is None:
+        return attend(q, k, v, **options)
+    return attend(*(x.to(getattr(torch, dtype)) for x in (q, k, v)), **options).to(q.dtype)
 
 
 def float64_device(device: torch.device) -> torch.device:

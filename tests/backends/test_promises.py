@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from reference import random_mask, random_qkv, relative_error
 
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
+from efficient_attn.options import recorded
 
 
 @pytest.mark.parametrize("name", ["exact", "exact-dense"])
@@ -26,36 +28,66 @@ def test_dropout_drops_at_its_rate_in_training_and_never_in_eval(name):
     assert torch.equal(before, torch.get_rng_state())
 
 
+COMPUTED = [("exact", {}), ("window", {"window": 65}), ("window", {"window": 65, "global_tokens": 3})]
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_a_compute_dtype_is_a_cast_of_inputs_and_output_to_the_bit(name, causal):
-    leaves = [x.float().requires_grad_() for x in random_qkv(2, 4, 2, 600, 700)]
-    cast, mask = [x.to(getattr(torch, name)) for x in leaves], random_mask(2, 700)
-    backend, plain = (ea.build("exact", head_dim=8, causal=causal, compute_dtype=x) for x in (name, None))
+@pytest.mark.parametrize(("backend", "options"), COMPUTED)
+def test_a_compute_dtype_is_a_cast_of_inputs_and_output_to_the_bit(backend, options, name, causal):
+    keys, problem = 700 if causal or backend == "exact" else 600, {"head_dim": 8, "causal": causal, **options}
+    leaves = [x.float().requires_grad_() for x in random_qkv(2, 4, 2, 600, keys)]
+    cast, mask = [x.to(getattr(torch, name)) for x in leaves], random_mask(2, keys)
+    backend, plain = (ea.build(backend, **problem, compute_dtype=x) for x in (name, None))
     outs = backend(*leaves, key_mask=mask), plain(*cast, key_mask=mask).float()
     gradients = [torch.autograd.grad(out.square().sum(), leaves) for out in outs]
     for actual, expected in zip((outs[0], *gradients[0]), (outs[1], *gradients[1]), strict=True):
         assert actual.dtype == torch.float32 and torch.equal(actual, expected)
 
 
-def test_steps_in_a_compute_dtype_keep_a_state_in_the_dtype_of_the_inputs():
+WITHOUT = sorted({*ea.list_backends(), "by-head"} - {"exact", "window"})
+STEPPED = [("exact", {}), ("window", {"window": 4}), ("window", {"window": 3, "global_tokens": 2})]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("name", "options"), STEPPED)
+def test_steps_in_a_compute_dtype_keep_a_state_in_the_dtype_of_the_inputs(name, options, masked):
     tokens, outs = [x.float() for x in random_qkv()], []
-    for cast, name in ((torch.float32, "bfloat16"), (torch.bfloat16, None)):
-        backend, state = ea.build("exact", head_dim=8, causal=True, compute_dtype=name), None
+    for cast, compute in ((torch.float32, "bfloat16"), (torch.bfloat16, None)):
+        backend, state = ea.build(name, head_dim=8, causal=True, compute_dtype=compute, **options), None
         for step in (slice(0, 5), slice(5, 6), slice(6, 7)):
-            out, state = backend.extend(*(x[:, :, step].to(cast) for x in tokens), state)
-            assert out.dtype == state.k.dtype == state.v.dtype == cast
-        outs.append(out.float())
-    assert torch.equal(*outs)
+            mask = torch.arange(7)[step].expand(2, -1) > 1 if masked else None
+            out, state = backend.extend(*(x[:, :, step].to(cast) for x in tokens), state, key_mask=mask)
+            assert {out.dtype, *(x.dtype for x in state if x.dtype != torch.bool)} == {cast}
+            outs.append(out.float())
+    for actual, expected in zip(outs[:3], outs[3:], strict=True):
+        assert torch.equal(actual, expected)
 
 
-def test_a_compute_dtype_of_exact_alone_costs_digits_and_no_others_are_accepted():
+@torch.no_grad()
+def test_each_head_computes_in_a_dtype_of_its_own():
+    q, k, v = (x.float() for x in random_qkv())
+    heads = {"0": ("exact", {"compute_dtype": "bfloat16"}), "1": "window"}
+    out = ea.build("by-head", head_dim=8, causal=True, heads=heads)(q, k, v)
+    half, full = (ea.build("exact", head_dim=8, causal=True, compute_dtype=x) for x in ("bfloat16", None))
+    assert torch.equal(out[:, :2], half(q[:, :2], k[:, :1], v[:, :1]))
+    torch.testing.assert_close(out[:, 2:], full(q[:, 2:], k[:, 1:], v[:, 1:]), rtol=0, atol=1e-6)
+
+
+def test_a_window_at_the_default_of_a_compute_dtype_keeps_the_keys_of_stored_cases():
+    chosen = ea.build("window", head_dim=8).options
+    assert recorded(chosen) == {"window": 257}
+    assert recorded(replace(chosen, compute_dtype="float16"))["compute_dtype"] == "float16"
+
+
+def test_a_compute_dtype_costs_digits_and_no_other_dtypes_and_backends_have_it():
     q, k, v = random_qkv(k_tokens=512)
     out = ea.attention(q.float(), k.float(), v.float(), compute_dtype="bfloat16")
     assert 1e-3 < relative_error(out, ea.attention(q, k, v)) < 1e-2
     for backend, name, message in (
         ("exact", "float32", "No choice of compute_dtype is called 'float32'"),
-        ("exact-dense", "bfloat16", "No option of backend 'exact-dense' is called 'compute_dtype'"),
+        ("window", "float64", "No choice of compute_dtype is called 'float64'"),
+        *((x, "bfloat16", f"No option of backend '{x}' is called 'compute_dtype'") for x in WITHOUT),
     ):
         with pytest.raises(ea.UnknownNameError, match=message):
             ea.build(backend, head_dim=8, compute_dtype=name)

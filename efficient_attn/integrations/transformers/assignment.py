@@ -74,7 +74,7 @@ def _build_choice(site: AttentionSite, choice: Choice, max_tokens: int | None, s
         chosen, options = resolve(name), dict(window_options)
     if site.sinks:
         options = _with_sink(site, chosen, options)
-    if site.capped:
+    if getattr(site.module, SOFT_CAP, None) is not None:
         _check_caps(site, chosen, options)
     if seed is not None:
         options = seeded(chosen, options, seed)
@@ -116,7 +116,8 @@ def _within_window(site: AttentionSite, spec: BackendSpec, options: Mapping[str,
             f"window={options['window']}: {site.path} slides over {width} keys, a width fixed by the model; "
             f"full=('window', {{'window': {options['window']}}}) sets the other layers."
         )
-    return Choice("window", {"window": width} if name == "exact" else {**options, "window": width})
+    shared = options if name == "window" else {"compute_dtype": options.get("compute_dtype")}
+    return Choice("window", {**shared, "window": width})
 
 
 def _with_sink(site: AttentionSite, spec: BackendSpec, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,10 +137,10 @@ def _check_caps(site: AttentionSite, spec: BackendSpec, options: Mapping[str, An
     if spec.name == BY_HEAD:
         for part in parts_of(options):
             _check_caps(site, resolve(part["backend"]), part["options"])
-    elif spec.name not in ("exact", "window") or options.get("dropout"):
+    elif spec.name not in ("exact", "window") or options.get("dropout") or options.get("compute_dtype"):
         raise UnsupportedError(
-            f"{site.path} computes with {SOFT_CAP!r}, which backend {spec.name!r} does not support"
-            f"{' with dropout' if options.get('dropout') else ''}; 'exact' and 'window' do."
+            f"{site.path} computes with {SOFT_CAP!r}, which backend {spec.name!r} does not support; "
+            "'exact' and 'window' without dropout and compute_dtype do."
         )
 
 

@@ -265,9 +265,8 @@ def backend_attention(
             "both of efficient_attn.integrations.transformers."
         )
     refused = [*_REFUSED]
-    # A backend as wide as the queries has no column for a sink.
+    # A backend as wide as the queries has no column for a sink, and `attach` looks for the attribute of caps.
     refused += ["s_aux"] if query.shape[-1] == backend.problem.head_dim else []
-    # `attach` looks for this attribute.
     refused += ["softcap"] if getattr(module, SOFT_CAP, None) is None else []
     for name in refused:
         if arguments.get(name) is not None:

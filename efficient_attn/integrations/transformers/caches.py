@@ -108,6 +108,7 @@ class StateLayer(CacheLayerMixin):
             # A sink is the first token of a state.
             if hasattr(backend, "sinks"):
                 earlier, shown = (F.pad(x, (1, 0), value=True) for x in (earlier, shown))
+            backend = getattr(backend, "backend", backend)
             self.state = _hidden(self.state, earlier, shown, name=backend.spec.name)
         elif text is not None:
             setattr(text, _COMPARED, id(read))

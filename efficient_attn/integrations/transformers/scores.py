@@ -13,11 +13,9 @@ from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.softmax.definition import softmax_over
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, last_tokens, mask_of
-from efficient_attn.registry import BackendSpec
 
 # Columns of queries and keys for the score of a sink. Kernels of accelerators require a multiple of 8.
 SINK_DIM = 8
-
 # Queries whose capped scores are in memory at once.
 _QUERIES = 128
 
@@ -34,10 +32,6 @@ class SinkAttention(NamedTuple):
 
     backend: Backend
     sinks: Tensor
-
-    @property
-    def spec(self) -> BackendSpec:
-        return self.backend.spec
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         # With a query for the sink, a causal call stays square, for which kernels need no mask.
@@ -79,14 +73,11 @@ class CappedAttention(NamedTuple):
     cap: float
 
     @property
-    def spec(self) -> BackendSpec:
-        return self.backend.spec
-
-    @property
     def back(self) -> int | None:
         """Number of earlier keys that a query reads. None: no limit."""
         options: Any = self.backend.options
-        return options.window - 1 if self.spec.name == "window" and not options.global_tokens else None
+        sliding = self.backend.spec.name == "window"
+        return options.window - 1 if sliding and not options.global_tokens else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)

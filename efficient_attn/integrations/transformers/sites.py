@@ -15,7 +15,7 @@ from efficient_attn.integrations.masks import CAUSAL, FULL, MaskPattern
 # Attributes of attention modules that no backend supports. Layers without a position bias of their own get
 # the bias of the first layer.
 _REFUSED = ("indexer", "softcap", "has_relative_attention_bias")
-# Attribute of attention modules that cap their scores.
+# Attribute of attention modules whose scores are cap · tanh(score / cap); None: they are not.
 SOFT_CAP = "attn_logit_softcapping"
 # Types of layers that no backend supports.
 _REFUSED_TYPES = (
@@ -35,7 +35,6 @@ class AttentionSite(NamedTuple):
         max_tokens: Maximum sequence length of the model; None: unknown.
         num_kv_heads: Number of heads of the keys and values; None: num_heads, or unknown.
         sinks: Whether each head has a learned sink, a score that joins every softmax without a value.
-        capped: Whether scores are cap · tanh(score / cap).
     """
 
     path: str
@@ -49,7 +48,6 @@ class AttentionSite(NamedTuple):
     max_tokens: int | None
     num_kv_heads: int | None = None
     sinks: bool = False
-    capped: bool = False
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -156,7 +154,6 @@ def _site(path: str, module: Any) -> AttentionSite:
         max_tokens=_first_value("max_position_embeddings", "n_positions", of=(config,)),
         num_kv_heads=None if kv_heads == heads else kv_heads,
         sinks=getattr(module, "sinks", None) is not None,
-        capped=getattr(module, SOFT_CAP, None) is not None,
     )
 
 

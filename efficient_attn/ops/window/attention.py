@@ -38,6 +38,9 @@ def window_attention(
         first: Global keys, which rows read in addition.
     """
     q_tokens, k_tokens = q.shape[-2], k.shape[-2]
+    if first is not None:
+        # A state has the dtype of its inputs.
+        first = first._replace(k=first.k.to(k.dtype), v=first.v.to(v.dtype))
     mapped = transformed(q, k, v)
     # The fused kernel of exact attention has no second derivatives, which the window declares.
     tensors = (q, k, v) if first is None else (q, k, v, first.k, first.v)

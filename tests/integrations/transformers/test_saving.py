@@ -1,5 +1,6 @@
 """Saved and loaded, a model has the same outputs; files that do not fit it are refused in one line."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from hf_models import SIZES, bert, config, gemma3, gpt_oss, inputs, llama, logits, saved
+from hf_models import SIZES, bert, config, gemma2, gemma3, gpt_oss, inputs, llama, logits, mistral, saved
+from reference import relative_error
 
 import efficient_attn as ea
 from efficient_attn.backend import Backend
@@ -50,11 +52,18 @@ def sinks():
     return attach(model, full=("window", {"window": 7}))
 
 
+HALF = {"compute_dtype": "bfloat16"}
+DTYPES = {"heads": {"0": ("exact", HALF), "1": ("window", {"window": 7, "global_tokens": 1, **HALF})}}
+
+
 MAKERS = {
     "keys as values": lambda: linformer(sharing="key-value"),
     "calibrated, redrawn": calibrated,
     "by layer": lambda: attach(bert(), {"0-1": ("window", {"window": 7}), 2: "performer-trig"}),
     "sinks": sinks,
+    "caps": lambda: attach(gemma2(), full=("by-head", {"heads": {"1": ("window", {"window": 7})}})),
+    "dtypes": lambda: attach(llama(), "by-head", **DTYPES),
+    "dtype of sliding layers": lambda: attach(mistral(), "exact", **HALF),
     "sliding heads": lambda: attach(gemma3(), "by-head", heads={"1": ("window", {"global_tokens": 2})}),
 }
 
@@ -70,6 +79,26 @@ def test_a_saved_model_is_loaded_with_its_backends_options_and_state_and_saved_a
     loaded.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
     assert_same(load(tmp_path / "shards"), model)
+
+
+@pytest.mark.slow
+def test_a_plan_with_a_dtype_for_each_head_gives_the_same_bits_in_a_new_process(tmp_path):
+    ids, plan = inputs()["input_ids"], tmp_path / "layers.json"
+    plan.write_text(json.dumps(attach(llama(), "by-head", **DTYPES).config.efficient_attn))
+    model = attach(llama(), plan)
+    model.save_pretrained(tmp_path)
+    code = (
+        "import torch; from efficient_attn.integrations.transformers import load; torch.set_num_threads(1); "
+        f"torch.save(load({str(tmp_path)!r})(torch.tensor({ids.tolist()})).logits, {str(tmp_path / 'out')!r})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+    out = torch.load(tmp_path / "out", weights_only=True)
+    assert torch.equal(out, model(ids).logits)
+
+
+def test_a_dtype_of_exact_attention_reaches_the_windows_of_sliding_layers():
+    half, whole = (attach(mistral(), "exact", **options) for options in (HALF, {}))
+    assert 1e-4 < relative_error(logits(half, BATCH), logits(whole, BATCH)) < 0.05
 
 
 def test_a_plan_fits_a_model_with_and_without_its_head(tmp_path):

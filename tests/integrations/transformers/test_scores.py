@@ -8,7 +8,7 @@ pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is
 from hf_models import WINDOW, gemma2, gpt_oss, inputs, logits
 
 import efficient_attn as ea
-from efficient_attn.integrations.transformers import attach, load
+from efficient_attn.integrations.transformers import attach
 from efficient_attn.integrations.transformers.scores import SINK_DIM, CappedAttention, SinkAttention
 from efficient_attn.measure.memory import peak
 
@@ -130,10 +130,3 @@ def test_scores_of_all_pairs_are_never_in_memory_with_gradients_either():
     q, k, v = (torch.randn(1, heads, tokens, 8, requires_grad=True) for _ in range(3))
     measured = peak(lambda: torch.autograd.grad(capped(q, k, v).sum(), (q, k, v)), device="cpu")
     assert measured.peak_bytes < heads * tokens**2
-
-
-def test_a_model_with_caps_is_saved_with_a_backend_for_each_head(tmp_path):
-    model, batch = gemma2(), inputs()
-    mixed = ("by-head", {"heads": {"1": ("window", {"window": 7, "global_tokens": 1})}})
-    attach(model, full=mixed).save_pretrained(tmp_path)
-    assert torch.equal(logits(load(tmp_path), batch), logits(model, batch))
