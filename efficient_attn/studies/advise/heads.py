@@ -148,12 +148,15 @@ def _scored(case: Case, subject: TextSubject, choice: Choice) -> AdviseRecord:
     return AdviseRecord(case=case, head_scores=json.dumps(rows))
 
 
-def _variant(label: str, plan: HeadPlan, subject: ModelSubject) -> Variant:
+def _variant(label: str, plan: HeadPlan, subject: TextSubject) -> Variant:
     """The plan as one variant, identified by its options."""
     target = {}
     for layer, numbers in plan.by_layer.items():
-        part = {"heads": {",".join(map(str, numbers)): tuple(plan.choice)}}
-        target[layer] = plan.choice if len(numbers) == _kv_heads(subject) else Choice(BY_HEAD, part)
+        # With attention in bfloat16, windows multiply in it too.
+        rest = subject.base.get(layer, EXACT)
+        window = Choice(WINDOW, {**plan.choice.options, **rest.options})
+        part = {"heads": {",".join(map(str, numbers)): tuple(window)}, "rest": tuple(rest)}
+        target[layer] = window if len(numbers) == _kv_heads(subject) else Choice(BY_HEAD, part)
     options = {"layers": json.dumps(plan.by_layer), "window": plan.choice.options["window"]}
     return Variant(backend=PLAN, label=label, target=target, options=options)
 

@@ -67,7 +67,7 @@ def outcomes_of(records: Sequence[AdviseRecord], targets: Targets) -> list[Outco
 def _bounds(records: Sequence[AdviseRecord]) -> dict[str, Typical]:
     """{label: speed} of the attention that bounds all gains, and of windows in sliding layers."""
     times = {record.case.label: record for record in records if record.case.kind == BOUND and record.times_s}
-    models = [label for label, record in times.items() if record.case.backend == OWN]
+    models = [label for label in times if label in _REFERENCES]
     model = times.pop(models[-1], None) if models else None
     return {} if model is None else {label: time_ratio(record, model) for label, record in times.items()}
 
@@ -138,8 +138,10 @@ def precision_sentence(records: Sequence[AdviseRecord], quantity: str) -> tuple[
     if not swaps:
         return "", False
     tokens, parts = max(record.case.tokens for record in swaps), []
-    # The bound is that of the faster model.
-    faster = any((r.case.kind, r.case.label) == (BOUND, MODEL_BFLOAT16) for r in ok if r.case.tokens == tokens)
+    # The bound is that of the fastest model.
+    bounds = {
+        record.case.label for record in ok if record.case.kind == BOUND and record.case.tokens == tokens
+    }
     for swap in (record for record in swaps if record.case.tokens == tokens):
         times = [r for r in ok if r.times_s and r.case.kind == "time" and r.case.inputs == swap.case.inputs]
         models = [record for record in times if record.case.label == OWN]
@@ -150,8 +152,13 @@ def precision_sentence(records: Sequence[AdviseRecord], quantity: str) -> tuple[
         losses = quantity_words(quantity, getattr(swap, quantity) or 0.0)
         losses += "" if swap.loss_difference is None else f", {_losses(swap)}"
         parts.append(f"{swap.case.label} {shown}, {losses}")
-    loading = " Load the model with from_pretrained(…, dtype=torch.bfloat16)." if faster else ""
-    return f"Precision first, at {tokens} tokens: {'; '.join(parts)}.{loading}", faster
+    faster = [label for label in _REFERENCES[1:] if label in bounds]
+    lines = {
+        ATTENTION_BFLOAT16: ' Attention in bfloat16: ea.attach(model, "exact", compute_dtype="bfloat16").',
+        MODEL_BFLOAT16: " Load the model with from_pretrained(…, dtype=torch.bfloat16).",
+    }
+    use = "".join(lines[label] for label in faster)
+    return f"Precision first, at {tokens} tokens: {'; '.join(parts)}.{use}", bool(faster)
 
 
 def _losses(record: AdviseRecord) -> str:

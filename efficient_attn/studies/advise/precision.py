@@ -9,6 +9,7 @@ import torch
 from efficient_attn.measure.clock import LOOKS
 from efficient_attn.measure.variants import OWN, YARDSTICK, Variant
 from efficient_attn.ops.paths import bfloat16_instructions
+from efficient_attn.registry import Choice
 from efficient_attn.runs.study import Point, Points
 from efficient_attn.stats.estimates import OPEN, call_time, time_ratio
 from efficient_attn.stats.speeds import decided
@@ -52,9 +53,18 @@ def precision_steps(
     # One round decides, and all rounds follow with those of the plan.
     times = yield [pass_point(*each, rounds=1) for each in timed]
     gains = [time_ratio(record, times[0]).median if record.times_s else 1.0 for record in times]
-    if timed[gains.index(max(gains))][0] is lower:
+    subject, variant = timed[gains.index(max(gains))]
+    if subject is lower:
         return cast(TextSubject, choosing).in_dtype(torch.bfloat16, _MODEL), lower, timed
+    if variant is _ATTENTION:
+        choosing, held_out = map(_with_attention, (choosing, held_out))
     return choosing, held_out, timed
+
+
+def _with_attention(subject: Any) -> TextSubject:
+    """The subject with attention in bfloat16 in all layers without another backend."""
+    base = {**dict.fromkeys(subject.layers, Choice(YARDSTICK, _ATTENTION.options)), **subject.base}
+    return cast(TextSubject, replace(subject, base=base, original=_ATTENTION, loaded=subject))
 
 
 def timing_steps(timed: Sequence[Timed], plan: Timed, rounds: int | None) -> Points:

@@ -164,6 +164,33 @@ def test_a_plan_is_timed_until_it_is_decided_against_the_fastest_model(small, gi
     assert "than the model in bfloat16, with" in results.sentences()[1]
 
 
+def test_plans_are_on_top_of_attention_in_bfloat16_where_that_is_fastest(
+    small, given_times, monkeypatch, tmp_path
+):
+    def halved(case, variant, subject, *, seconds):
+        record = timed(case, variant, subject, seconds=seconds)
+        factor = 0.6 if case.label == "attention in bfloat16" else 1.0
+        return replace(record, times_s=(factor * record.times_s[0],))
+
+    monkeypatch.setattr("efficient_attn.studies.swap.measure.cost", halved)
+    monkeypatch.setattr("efficient_attn.studies.advise.precision.bfloat16_instructions", lambda: "amx_bf16")
+    results = ea.advise(small, texts=TEXTS, **LOOSE)
+    precision, plan, _ = results.sentences()
+    assert 'ea.attach(model, "exact", compute_dtype="bfloat16")' in precision
+    assert "1.20 ± 0 times faster than the attention in bfloat16" in plan
+    (tmp_path / "layers.json").write_text(results.files()["layers.json"])
+    (record,) = [r for r in results.records if (r.case.kind, r.case.label) == ("swap", "plan")]
+    assert record.attached_layers.count('"compute_dtype": "bfloat16"') == 2
+    opened = open_model(small)
+    ids = with_copies(token_ids(opened, list(TEXTS.values())[1], most=TOKENS), seed=0)
+    with torch.no_grad():
+        exact = opened.model(ids).logits[0].double().log_softmax(dim=-1)
+        attach(opened.model, tmp_path / "layers.json")
+        attached = opened.model(ids).logits[0].double().log_softmax(dim=-1)
+    kl = (exact.exp() * (exact - attached))[: copies_begin(TOKENS)].sum(dim=-1).mean()
+    assert record.next_token_kl == pytest.approx(kl.item(), rel=1e-6) and kl > 0
+
+
 def test_a_precision_beyond_the_target_or_slower_is_not_used(small, given_times, monkeypatch):
     monkeypatch.setattr("efficient_attn.studies.advise.precision.bfloat16_instructions", lambda: "amx_bf16")
     same = ea.advise(small, texts=TEXTS, **LOOSE)
