@@ -132,3 +132,29 @@ def test_the_shipped_decoder_needs_its_first_token():
     errors = [float((out - exact).norm() / exact.norm()) for out in outs]
     # Measured: .822 without global tokens, .074 with four.
     assert errors[0] > 0.5 and errors[1] <= 0.08
+
+
+@pytest.mark.parametrize(("causal", "count"), [(True, 0), (True, 4), (False, 0), (False, 4)])
+@pytest.mark.parametrize("instructions", ["amx_bf16", "avx512_bf16"])
+def test_bfloat16_in_tiles_is_one_call_per_block_with_the_errors_of_the_other_path(
+    causal, count, instructions, monkeypatch
+):
+    calls, attention = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr("efficient_attn.ops.window.slices.bfloat16_instructions", lambda: instructions)
+    monkeypatch.setattr(
+        "efficient_attn.ops.window.slices.F.scaled_dot_product_attention",
+        lambda *inputs, **options: calls.append(inputs[0].shape[-2]) or attention(*inputs, **options),
+    )
+    q, k, v = (x.bfloat16() for x in random_qkv(2, 4, 2, 700, 700))
+    backend = ea.build("window", head_dim=8, causal=causal, window=131, global_tokens=count)
+    with torch.no_grad():
+        out = backend(q, k, v)
+        expected = backend(*(x.double() for x in (q, k, v)))
+        if causal:
+            # A step by a state, whose first tokens lie outside the window.
+            _, state = backend.extend(q[..., :400, :], k[..., :400, :], v[..., :400, :])
+            step, _ = backend.extend(q[..., 400:, :], k[..., 400:, :], v[..., 400:, :], state)
+            torch.testing.assert_close(step.double(), expected[..., 400:, :], atol=2e-2, rtol=2e-2)
+    assert ((out - expected).norm() / expected.norm()).item() < 4e-3
+    tiles = instructions == "amx_bf16"
+    assert calls[:6] == [128] * 5 + [60] if tiles else not calls

@@ -15,6 +15,7 @@ from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.window import flex, varlen
 from efficient_attn.ops.window.global_keys import GlobalKeys, attend_one, tokens_at
 from efficient_attn.ops.window.operator import WindowInputs, fused_window, fused_window_backward
+from efficient_attn.ops.window.slices import sliced_window, supports_slices
 from efficient_attn.ops.window.unfused import unfused_window
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
@@ -50,6 +51,8 @@ def window_attention(
             return attend_one(q, k, v, key_mask, first, scale)
         if first is None and (ahead == 0 or ahead >= q_tokens - 1):
             return fused_attention(q, k, v, scale=scale, causal=ahead == 0, key_mask=key_mask, dropout=0.0)
+    if not (mapped or trained or dynamic(k_tokens)) and supports_slices(q, back, ahead, key_mask):
+        return sliced_window(q, k, v, back, ahead, scale, first)
     fused = None if mapped else _fused(q, k, v, key_mask)
     if first is not None and fused is not _tuned:
         # A global key of a window of one token may come later than its query, or not.
