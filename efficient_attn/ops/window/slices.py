@@ -29,14 +29,15 @@ def sliced_window(
         keys = slice(max(begin - back, 0), min(end + ahead, k_tokens))
         age = torch.arange(begin, end)[:, None] - torch.arange(keys.start, keys.stop)
         visible = ((age <= back) & (age >= -ahead)).expand(len(q), 1, -1, -1)
-        read = [k[..., keys, :], v[..., keys, :]]
+        keys_read, values_read = k[..., keys, :], v[..., keys, :]
         if first is not None:
             far = _far(first, q_tokens)[..., rows].mT.unsqueeze(1)
             visible = torch.cat([far, visible], dim=-1)
-            read = [torch.cat(pair, dim=-2) for pair in zip((first.k, first.v), read, strict=True)]
+            keys_read = torch.cat([first.k, keys_read], dim=-2)
+            values_read = torch.cat([first.v, values_read], dim=-2)
         bias = q.new_zeros(visible.shape).masked_fill(~visible, -torch.inf)
         out[..., rows, :] = F.scaled_dot_product_attention(
-            q[..., rows, :], *read, attn_mask=bias, scale=scale, enable_gqa=True
+            q[..., rows, :], keys_read, values_read, attn_mask=bias, scale=scale, enable_gqa=True
         )
     return out
 
