@@ -135,7 +135,7 @@ def _whole(swap: SwappedModel) -> Table:
     measured = [name for name in shown if any(getattr(whole, name) is not None for whole in wholes)]
     rows = []
     for row in swap.rows:
-        reference = None if row.backend == YARDSTICK else swap.reference
+        reference = None if row.label == YARDSTICK else swap.reference
         costs = cost_cells(row.timed, reference, row.peak_bytes)
         rows.append((row.label, *(_cell(row, quantity) for quantity in measured), *costs))
     notes = (
