@@ -19,7 +19,7 @@ class Capabilities:
         cross: Whether keys may come from another sequence, of any length (cross-attention).
         key_mask: Whether a key mask is supported.
         streaming: Whether `extend` carries a state from call to call; None: `causal`.
-        exact: Whether outputs equal softmax attention up to rounding.
+        exact: Whether outputs equal softmax attention up to rounding, of the option `compute_dtype` if set.
         nonnegative: Whether all implied weights are nonnegative.
         averages: Whether the implied weights of a row sum to one.
         gradients: Whether q, k and v receive gradients.

@@ -143,6 +143,9 @@ def subject(thing: Any, capabilities: Capabilities | None, seed: int, long: bool
     if capabilities is not None:
         spec = replace(spec, capabilities=capabilities)
     promises = spec.capabilities
+    if dtype := options.get("compute_dtype"):
+        # In other dtypes errors are those of the cast.
+        promises = replace(promises, dtypes=(dtype,))
     return Subject(
         spec=spec, promises=promises, bare=bare, grouped=grouped, options=options, seed=seed, long=long
     )

@@ -108,6 +108,14 @@ def test_a_name_a_spec_a_builder_and_a_built_backend_are_checked_alike() -> None
         assert (record.backend, record.outcome) == ("exact-dense", "kept")
 
 
+@pytest.mark.parametrize("name", ["exact", "window"])
+def test_a_backend_with_a_compute_dtype_is_held_to_the_rounding_of_this_dtype(name) -> None:
+    checks = ["equals_softmax_attention", "parts_of_any_size_are_the_whole"]
+    built = ea.build(name, head_dim=4, compute_dtype="bfloat16")
+    outcomes = [record.outcome for record in ea.check(built, only=checks)]
+    assert outcomes == ["kept" if name == "exact" else "not promised", "kept"]
+
+
 def test_a_function_fails_nothing_that_it_never_declared() -> None:
     records = {record.check: record for record in ea.check(attend, only=list(UNDECLARED))}
     assert {check: record.outcome for check, record in records.items()} == UNDECLARED

@@ -11,9 +11,10 @@ from efficient_attn.backends.by_head import NAME as BY_HEAD
 from efficient_attn.backends.by_head import parts_of
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnsupportedError
 from efficient_attn.integrations.assignment_files import assignment_of_backends
+from efficient_attn.integrations.transformers.attend import SOFT_CAP
 from efficient_attn.integrations.transformers.loading import data_errors
 from efficient_attn.integrations.transformers.scores import SINK_DIM
-from efficient_attn.integrations.transformers.sites import SOFT_CAP, AttentionSite
+from efficient_attn.integrations.transformers.sites import AttentionSite
 from efficient_attn.options import numbers_in_ranges
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, Choice, parse_choice

@@ -32,6 +32,7 @@ from efficient_attn.integrations.transformers.attend import (
     NAME,
     NO_WEIGHTS,
     PATTERN,
+    SOFT_CAP,
     SUBMODULE,
     backend_attention,
     make_mask,
@@ -337,8 +338,8 @@ def distillation_loss(model: nn.Module, **batch: Any) -> Tensor:
     """
     layers = [module for module in unwrap(model).modules() if hasattr(module, SUBMODULE)]
     students = [getattr(layer, SUBMODULE) for layer in layers]
-    if not students:
-        raise UnsupportedError("The model has no backends to distil; attach(model, …) adds them.")
+    if not students or getattr(layers[0], SOFT_CAP, None) is not None:
+        raise UnsupportedError("The model has no backends to distil, or has soft caps; attach(model, …).")
     losses = []
 
     def compare(student: Backend, teacher: Any, tensors: Any, options: Any, out: Tensor) -> None:

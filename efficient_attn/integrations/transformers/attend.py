@@ -22,7 +22,6 @@ from efficient_attn.backends import build_for
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL, MaskPattern, keys_to_last_query, read_mask
 from efficient_attn.integrations.transformers.scores import CappedAttention, SinkAttention
-from efficient_attn.integrations.transformers.sites import SOFT_CAP
 
 # attn_implementation of attached models.
 NAME = "efficient_attn"
@@ -32,6 +31,8 @@ SUBMODULE = "efficient_attn"
 PATTERN = "_efficient_attn_pattern"
 # Attribute that attaches the layer of a StateCache to its keys.
 STATE = "_efficient_attn_state"
+# Attribute of attention modules whose scores are cap · tanh(score / cap); None: they are not.
+SOFT_CAP = "attn_logit_softcapping"
 NO_WEIGHTS = (
     "output_attentions: attention weights are never materialised; use attn_implementation='eager', or "
     "backend.attention_weights(q, k) with q and k of a layer."
@@ -292,11 +293,9 @@ def backend_attention(
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
     if factor != backend.problem.factor:
         query = query * (factor / backend.problem.factor)
-    attention: Any = backend
-    if arguments.get("s_aux") is not None:
-        attention = SinkAttention(backend, arguments["s_aux"])
-    elif arguments.get("softcap") is not None:
-        attention = CappedAttention(backend, arguments["softcap"])
+    sinks, cap = arguments.get("s_aux"), arguments.get("softcap")
+    attention: Any = backend if sinks is None else SinkAttention(backend, sinks)
+    attention = attention if cap is None else CappedAttention(backend, cap)
     return _run_backend(attention, query, key, value, visible), None
 
 

@@ -63,10 +63,8 @@ class SinkAttention(NamedTuple):
 class CappedAttention(NamedTuple):
     """Softmax of cap · tanh(score / cap) over the keys that the backend reads.
 
-    Scores are computed in blocks of queries, and again in the backward pass.
-
-    Attributes:
-        backend: `exact`, `window`, or `by-head` of these.
+    The backend is `exact`, `window`, or `by-head` of these. Scores are computed in blocks of queries, and
+    again in the backward pass.
     """
 
     backend: Backend
@@ -76,8 +74,7 @@ class CappedAttention(NamedTuple):
     def back(self) -> int | None:
         """Number of earlier keys that a query reads. None: no limit."""
         options: Any = self.backend.options
-        sliding = self.backend.spec.name == "window"
-        return options.window - 1 if sliding and not options.global_tokens else None
+        return options.window - 1 if getattr(options, "global_tokens", None) == 0 else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)

@@ -15,8 +15,6 @@ from efficient_attn.integrations.masks import CAUSAL, FULL, MaskPattern
 # Attributes of attention modules that no backend supports. Layers without a position bias of their own get
 # the bias of the first layer.
 _REFUSED = ("indexer", "softcap", "has_relative_attention_bias")
-# Attribute of attention modules whose scores are cap · tanh(score / cap); None: they are not.
-SOFT_CAP = "attn_logit_softcapping"
 # Types of layers that no backend supports.
 _REFUSED_TYPES = (
     *("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"),

@@ -83,6 +83,7 @@ def test_what_is_no_single_model_of_transformers_with_backends_is_refused():
         (lambda: attach(nn.Linear(2, 2), "exact"), DtypeError, "transformers model, or holds one, not Lin"),
         (lambda: attach(two, "exact"), UnsupportedError, "2 transformers models, BertForMaskedLM and Llama"),
         (lambda: distillation_loss(bert()), UnsupportedError, "has no backends"),
+        (lambda: distillation_loss(attach(gemma2(), "exact")), UnsupportedError, "or has soft caps"),
     ):
         with pytest.raises(error, match=match):
             act()
