@@ -13,9 +13,10 @@ from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast_dtype
 
-# "torch" takes the path of other devices on the CPU too, and PyTorch's operators alone on CUDA; "float32"
-# takes the CPU for one without instructions for bfloat16.
-VARIABLE, FLOAT32 = "EFFICIENT_ATTN_KERNELS", "float32"
+# "torch" takes the path of other devices on the CPU too, and PyTorch's operators alone on CUDA; other values
+# replace the instructions for bfloat16 that the CPU reports.
+VARIABLE = "EFFICIENT_ATTN_KERNELS"
+_INSTRUCTIONS = {"float32": "none", "avx512_bf16": "avx512_bf16", "amx_bf16": "amx_bf16"}
 # Numbers in the largest tensor of a step on other devices: the memory is bounded, and few steps are needed.
 HELD = 2**25
 # Types of devices that multiply in float32, but for bfloat16 where a CPU has instructions for its products.
@@ -111,8 +112,9 @@ def bfloat16_instructions() -> str:
     Fused attention packs its operands for AMX alone: with AVX512_BF16 it took 1.04 to 1.07 times as long as
     in float32, and single products a quarter to a tenth.
     """
-    if os.environ.get(VARIABLE) == FLOAT32:
-        return "none"
+    pretended = os.environ.get(VARIABLE, "")
+    if pretended in _INSTRUCTIONS:
+        return _INSTRUCTIONS[pretended]
     # Older PyTorch has private functions.
     older = {"amx_bf16": "_is_amx_tile_supported", "avx512_bf16": "_is_avx512_bf16_supported"}
     if hasattr(torch.cpu, "get_capabilities"):

@@ -44,8 +44,9 @@ def test_products_of_bfloat16_are_a_matter_of_the_instruction_set(monkeypatch, t
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: products, raising=False)
     assert paths.bfloat16_instructions() == name
-    monkeypatch.setenv("EFFICIENT_ATTN_KERNELS", "float32")
-    assert paths.bfloat16_instructions() == "none"
+    for value, pretended in {"float32": "none", "amx_bf16": "amx_bf16", "torch": name}.items():
+        monkeypatch.setenv("EFFICIENT_ATTN_KERNELS", value)
+        assert paths.bfloat16_instructions() == pretended
 
 
 @pytest.mark.parametrize(
