@@ -117,7 +117,7 @@ def command_of(study: type[Study]) -> Callable[..., None]:
                     share = _work_share(start, settled.threads or 1)
                     work = f"; at this load about {show_seconds((limit_s or 0.0) * share)} of work"
                     work *= share < _LOADED
-                    console.say(f"{model}{points} points; measuring ends within {limit} (--budget){work}.")
+                    console.say(f"{model}{points} points, at most {limit} (--budget){work}.")
 
             try:
                 results = run_study(

@@ -147,7 +147,7 @@ def test_the_first_line_has_the_time_of_work_beside_busy_processes(name, monkeyp
         monkeypatch.setattr(path, lambda *moments, share=others_share: {"others_share": share})
         _, _, err = run(name, "--budget", "90s")
         # One thread beside two busy processes on two cores has two thirds of one core.
-        assert f"points; measuring ends within 1.5 min (--budget){words}\n" in err
+        assert f"points, at most 1.5 min (--budget){words}\n" in err
 
 
 @pytest.mark.slow

@@ -58,7 +58,8 @@ def outcomes_of(records: Sequence[AdviseRecord], targets: Targets) -> list[Outco
         side, verdict = _verdict(plan, ok, bounds, targets)
         if bound := bounds.pop(UNIFORM_ATTENTION, None):
             share = 100 * max(1 - 1 / (bound.median or 1.0), 0.0)
-            verdict += f"; attention takes {share:.0f} % of the time, so the limit is {rounded(*bound[:3])}×"
+            most = rounded(*bound[:3])
+            verdict += f"; attention takes {share:.0f} % of the time, so it gains at most {most}×"
         verdict += "".join(f"; {label} {compared(speed)}" for label, speed in bounds.items())
         outcomes.append(Outcome(group[0].case.tokens, side, verdict, plan))
     return sorted(outcomes, key=lambda outcome: outcome.tokens)
@@ -110,16 +111,15 @@ def _verdict(
         return None, f"{_predicted(plan, bound)}, with {described}"
     fastest = min(models, key=lambda record: call_time(record).median)
     (speed,) = decided([(planned[-1], fastest)])
-    than = "" if fastest.case.label == OWN else f" than the {fastest.case.label}"
-    worthless = speed.side_of_one >= 0 and speed.high is not None and speed.high < _LEAST_GAIN
-    if worthless:
-        return -1, f"too little gain, {compared(speed)}{than}, with {described}"
+    over = "" if fastest.case.label == OWN else f"over the {fastest.case.label} "
+    if speed.side_of_one >= 0 and speed.high is not None and speed.high < _LEAST_GAIN:
+        return -1, f"{over}the best plan gains less than {_LEAST_GAIN}×, {compared(speed)}: {described}"
     if speed.side_of_one == 0:
         shown = f"~{rounded(*speed[:3])}× the speed"
         if speed.low is not None and speed.high is not None:
             shown += f" ({interval_words(*speed[:3])})"
-        return 0, f"{shown}, not settled, with {described}"
-    return speed.side_of_one, f"{compared(speed)}{than}, with {described}"
+        return 0, f"{over}{shown}, not settled, with {described}"
+    return speed.side_of_one, f"{over}{compared(speed)}, with {described}"
 
 
 def _predicted(plan: AdviseRecord, bound: Typical | None) -> str:
@@ -131,17 +131,15 @@ def _predicted(plan: AdviseRecord, bound: Typical | None) -> str:
     return f"~{two_digits(1 / (1 - (1 - 1 / bound.median) * saved))}× the speed, predicted"
 
 
-def precision_sentence(records: Sequence[AdviseRecord], quantity: str) -> tuple[str, bool]:
-    """Losses and speeds in bfloat16 at the longest length, and whether the model is faster."""
+def _in_bfloat16(
+    records: Sequence[AdviseRecord], quantity: str, model: Mapping[str, Any]
+) -> tuple[list[str], str]:
+    """Losses and speeds in bfloat16 at the longest length with the line to use it, and what to change."""
     ok = [record for record in records if record.status == "ok" and record.case.of == MODEL]
     swaps = [r for r in ok if r.case.kind == "swap" and r.case.label in _REFERENCES[1:]]
     if not swaps:
-        return "", False
+        return [], ""
     tokens, parts = max(record.case.tokens for record in swaps), []
-    # The bound is that of the fastest model.
-    bounds = {
-        record.case.label for record in ok if record.case.kind == BOUND and record.case.tokens == tokens
-    }
     for swap in (record for record in swaps if record.case.tokens == tokens):
         times = [r for r in ok if r.times_s and r.case.kind == "time" and r.case.inputs == swap.case.inputs]
         models = [record for record in times if record.case.label == OWN]
@@ -152,13 +150,16 @@ def precision_sentence(records: Sequence[AdviseRecord], quantity: str) -> tuple[
         losses = quantity_words(quantity, getattr(swap, quantity) or 0.0)
         losses += "" if swap.loss_difference is None else f", {_losses(swap)}"
         parts.append(f"{swap.case.label} {shown}, {losses}")
-    faster = [label for label in _REFERENCES[1:] if label in bounds]
-    lines = {
-        ATTENTION_BFLOAT16: ' Attention in bfloat16: ea.attach(model, "exact", compute_dtype="bfloat16").',
-        MODEL_BFLOAT16: " Load the model with from_pretrained(…, dtype=torch.bfloat16).",
-    }
-    use = "".join(lines[label] for label in faster)
-    return f"Precision first, at {tokens} tokens: {'; '.join(parts)}.{use}", bool(faster)
+    # The bound is that of the fastest model.
+    bounds = {r.case.label for r in ok if (r.case.kind, r.case.tokens) == (BOUND, tokens)}
+    text = f"At {tokens} tokens: {'; '.join(parts)}."
+    if MODEL_BFLOAT16 in bounds:
+        line = f'{model.get("class")}.from_pretrained("{model.get("model")}", dtype=torch.bfloat16)'
+        return [f"{text} To load it: {line}"], "Load the model in bfloat16"
+    if ATTENTION_BFLOAT16 in bounds:
+        line = 'ea.attach(model, "exact", compute_dtype="bfloat16")'
+        return [f"{text} To use it: {line}"], "Attach exact attention in bfloat16"
+    return [text], ""
 
 
 def _losses(record: AdviseRecord) -> str:
@@ -194,21 +195,21 @@ def model_sentences(records: Sequence[AdviseRecord], run: Run[AdviseSettled]) ->
     # A plan is faster from the first of the last lengths that all have one.
     lasting = list(takewhile(lambda outcome: outcome.side == 1, reversed(outcomes)))
     settled = ""
-    precision, change = precision_sentence(records, targets.quantity)
+    precision, change = _in_bfloat16(records, targets.quantity, run.settled.model)
     if lasting:
         text = f"Faster from {lasting[-1].tokens} tokens"
     elif faster:
         text = f"Faster at {', '.join(str(outcome.tokens) for outcome in faster)} tokens only"
     elif outcomes and all(outcome.side == -1 for outcome in outcomes):
-        keep = "Change the precision, not the attention" if change else "Keep exact attention"
+        keep = f"{change} and keep its attention" if change else "Keep exact attention"
         text = f"{keep}: no plan gains enough on this machine"
     else:
-        text = "Change the precision; a plan on top of it is undecided" if change else "Undecided"
+        text = f"{change}; a plan on top is undecided" if change else "Undecided"
         settled = f" {remedy(run.load)}"
     verdicts = "".join(f" At {outcome.tokens} tokens: {outcome.verdict}." for outcome in outcomes)
     target = quantity_words(targets.quantity, targets.limit)
     text = f"{text} (target: {target}).{verdicts}{settled}{skipped_points(records)}"
-    outcome, sentences = usable(outcomes), [*filter(None, [precision]), text]
+    outcome, sentences = usable(outcomes), [text, *precision]
     if outcome is None or attached_plan(outcome) is None:
         return sentences
     # A model from a file is followed in one call; others are found by their modules.

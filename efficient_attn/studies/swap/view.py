@@ -51,6 +51,7 @@ class SwapRow(NamedTuple):
 
     label: str
     backend: str
+    dtype: str
     whole: SwapRecord | None
     alone: Mapping[int, float]
     timed: SwapRecord | None
@@ -94,6 +95,7 @@ def _row(records: Sequence[SwapRecord], quantity: str) -> SwapRow:
     return SwapRow(
         label=ORIGINAL if case.label == OWN else case.label,
         backend=case.backend,
+        dtype=case.dtype,
         whole=swapped.get(None),
         alone={layer: value for layer, value in sorted(alone.items()) if value is not None},
         timed=times[0] if times else None,
@@ -137,11 +139,14 @@ def _whole(swap: SwappedModel) -> Table:
     for row in swap.rows:
         reference = None if row.label == YARDSTICK else swap.reference
         costs = cost_cells(row.timed, reference, row.peak_bytes)
-        rows.append((row.label, *(_cell(row, quantity) for quantity in measured), *costs))
+        lowered = row.dtype != swap.case.dtype and row.dtype not in row.label
+        label = f"{row.label} in {row.dtype}" if lowered else row.label
+        rows.append((label, *(_cell(row, quantity) for quantity in measured), *costs))
     notes = (
         f"All layers are replaced without training and compared with the {ORIGINAL} model. Values are means "
         "over texts and draws with 95 % intervals; time and memory are for one forward pass on one text.",
-        f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse than {UNIFORM_ATTENTION}.",
+        f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse than {UNIFORM_ATTENTION}. "
+        "Starred or bold: best.",
         *mark_notes(rows),
         *calibration_note(wholes),
         *failure_notes(swap.records),

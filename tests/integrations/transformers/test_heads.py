@@ -134,9 +134,10 @@ def test_plans_are_made_and_timed_in_the_faster_precision_and_heads_ranked_as_lo
     for label, kind in {**dict.fromkeys(("plan", "plan 1"), "swap"), "model in bfloat16": "bound"}.items():
         assert by_label[label, kind].case.dtype == "bfloat16"
     # Half of the time of the model in bfloat16, a sixth of the model as loaded.
-    precision, plan, code = results.sentences()
-    assert "model in bfloat16 3.00 ± 0 times faster" in precision and "dtype=torch.bfloat16" in precision
-    assert "2.00 ± 0 times faster than the model in bfloat16" in plan and "ea.attach" in code
+    plan, precision, code = results.sentences()
+    assert "model in bfloat16 3.00 ± 0 times faster" in precision
+    assert precision.endswith('To load it: LlamaForCausalLM.from_pretrained("small0", dtype=torch.bfloat16)')
+    assert "over the model in bfloat16 2.00 ± 0 times faster" in plan and "ea.attach" in code
     # The loss in bfloat16 is over the model as loaded, and that of a model which was loaded in bfloat16.
     loaded = open_model(small), open_model(small, dtype="bfloat16")
     ids = with_copies(token_ids(loaded[0], list(TEXTS.values())[1], most=TOKENS), seed=0)
@@ -161,7 +162,7 @@ def test_a_plan_is_timed_until_it_is_decided_against_the_fastest_model(small, gi
     results = ea.advise(small, texts=TEXTS, **LOOSE)
     rounds = {r.case.label: len(r.round_sizes) for r in results.records if r.case.kind == "time"}
     assert rounds == {OWN: 4, "attention in bfloat16": 4, "model in bfloat16": 16, "plan": 16}
-    assert "than the model in bfloat16, with" in results.sentences()[1]
+    assert "over the model in bfloat16 2.0" in results.sentences()[0]
 
 
 def test_plans_are_on_top_of_attention_in_bfloat16_where_that_is_fastest(
@@ -175,9 +176,9 @@ def test_plans_are_on_top_of_attention_in_bfloat16_where_that_is_fastest(
     monkeypatch.setattr("efficient_attn.studies.swap.measure.cost", halved)
     monkeypatch.setattr("efficient_attn.studies.advise.precision.bfloat16_instructions", lambda: "amx_bf16")
     results = ea.advise(small, texts=TEXTS, **LOOSE)
-    precision, plan, _ = results.sentences()
+    plan, precision, _ = results.sentences()
     assert 'ea.attach(model, "exact", compute_dtype="bfloat16")' in precision
-    assert "1.20 ± 0 times faster than the attention in bfloat16" in plan
+    assert "over the attention in bfloat16 1.20 ± 0 times faster" in plan
     (tmp_path / "layers.json").write_text(results.files()["layers.json"])
     (record,) = [r for r in results.records if (r.case.kind, r.case.label) == ("swap", "plan")]
     assert record.attached_layers.count('"compute_dtype": "bfloat16"') == 2
@@ -194,12 +195,12 @@ def test_plans_are_on_top_of_attention_in_bfloat16_where_that_is_fastest(
 def test_a_precision_beyond_the_target_or_slower_is_not_used(small, given_times, monkeypatch):
     monkeypatch.setattr("efficient_attn.studies.advise.precision.bfloat16_instructions", lambda: "amx_bf16")
     same = ea.advise(small, texts=TEXTS, **LOOSE)
-    assert "model in bfloat16 as fast within 10 %" in same.sentences()[0]
+    assert "model in bfloat16 as fast within 10 %" in same.sentences()[1]
     beyond = ea.advise(small, texts=TEXTS, **{**LOOSE, "max_kl": 0.0})
-    assert "model in bfloat16 not within the target, KL divergence" in beyond.sentences()[0]
+    assert "model in bfloat16 not within the target, KL divergence" in beyond.sentences()[1]
     for results in (same, beyond):
         lower = {record.case.label for record in results.records if record.case.dtype == "bfloat16"}
-        assert lower == {"model in bfloat16"} and "dtype=torch.bfloat16" not in results.sentences()[0]
+        assert lower == {"model in bfloat16"} and "dtype=torch.bfloat16" not in results.sentences()[1]
 
 
 def test_advise_ranks_heads_counts_them_and_verifies_the_plan(advised):
