@@ -190,18 +190,12 @@ def plots(records: Sequence[Record]) -> dict[str, Plot]:
     return {"kernel_mse": Plot(title, conditions, in_rows(charts, 1 if len(charts) == 1 else 2))}
 
 
-def _lines(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """Lines of a chart: of several sizes over the angle, the smallest and the largest."""
-    across, _, lines = _grid(entries)
-    sizes = [entry.size for entry in entries]
-    ends = {min(sizes), max(sizes)} if across == "angle" else {*sizes}
-    return {label: line for label, line in lines.items() if line[0].size in ends}
-
-
 def _chart(entries: Sequence[Entry], styles: dict[str, dict[str, Any]]) -> Chart:
-    across, places, _ = _grid(entries)
-    lines = _lines(entries)
-    largest = max(entry.size for entry in entries)
+    across, places, lines = _grid(entries)
+    sizes = [entry.size for entry in entries]
+    largest = max(sizes)
+    if across == "angle":
+        lines = {label: line for label, line in lines.items() if line[0].size in (min(sizes), largest)}
     series = []
     for label, line in lines.items():
         faint = {"alpha": 0.5} if across == "angle" and line[0].size < largest else {}
