@@ -5,7 +5,7 @@ and trainings from several seeds are compared pair by pair, by Student's 95 % in
 All other numbers are reproduced by their case and compared exactly.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,13 +75,6 @@ class RunComparison:
         return tuple(change for change in self.changes if change.verdict == verdict)
 
 
-def compared_quantities(records: Iterable[Record]) -> dict[str, Quantity]:
-    """Quantities by which two runs are compared, by name."""
-    classes: dict[type[Record], None] = dict.fromkeys(map(type, records))
-    quantities = {name: quantity for kind in classes for name, quantity in kind.quantities().items()}
-    return {name: quantity for name, quantity in quantities.items() if quantity.compared}
-
-
 def compare_runs(
     old: Sequence[Record], new: Sequence[Record], *, thresholds: Mapping[str, float] | None = None
 ) -> RunComparison:
@@ -132,7 +125,11 @@ def _changes(old: _Side, new: _Side, name: Namer, thresholds: Mapping[str, float
     yield from _status_change(change, old, new)
     seeds = [seed for seed in old if seed in new and old[seed].status == new[seed].status == "ok"]
     pairs = [(old[seed], new[seed]) for seed in seeds]
-    for quantity in compared_quantities([record for pair in pairs for record in pair]).values():
+    kinds = dict.fromkeys(type(record) for pair in pairs for record in pair)
+    quantities = {name: quantity for kind in kinds for name, quantity in kind.quantities().items()}
+    for quantity in quantities.values():
+        if not quantity.compared:
+            continue
         named = replace(change, quantity=quantity.name)
         if quantity.type == "text":
             texts = [
