@@ -52,11 +52,6 @@ class Course:
             f"steps={self.steps}, rate={RATE:g})"
         )
 
-    def rate_at(self, step: int) -> float:
-        """Learning rate: linear warm-up over a tenth of the steps, then linear decay to 0."""
-        rising = max(self.steps // 10, 1)
-        return RATE * min((step + 1) / rising, (self.steps - step) / max(self.steps - rising, 1))
-
     def draw(self, batch: int, *, seed: int, stream: int, number: int) -> tuple[Any, Any, Any]:
         """Keys, values and answers of one batch, a function of the arguments alone.
 

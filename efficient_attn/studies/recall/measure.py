@@ -21,7 +21,7 @@ from efficient_attn.measure.error import outputs_checked
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant
 from efficient_attn.options import SEED
-from efficient_attn.studies.recall.course import BATCH, CLASSES, LEARNED, QUERIES, TESTED, Course
+from efficient_attn.studies.recall.course import BATCH, CLASSES, LEARNED, QUERIES, RATE, TESTED, Course
 from efficient_attn.transformer.block import TransformerBlock
 
 _TEST_SEQUENCES = 128
@@ -110,12 +110,15 @@ def _measured(case: Case, target: Any, course: Course) -> Record:
 def _train(model: Learner, course: Course, seed: int) -> tuple[int, float]:
     """Number of steps and the last loss, at which training ends if it is not finite."""
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    # Linear warm-up over a tenth of the steps, then linear decay to 0.
+    rising = max(course.steps // 10, 1)
+    falling = max(course.steps - rising, 1)
     step, value = 0, 0.0
     while step < course.steps and math.isfinite(value):
         keys, values, answers = course.draw(BATCH, seed=seed, stream=LEARNED, number=step)
         loss = F.cross_entropy(model(keys, values).flatten(0, 1), answers.flatten())
         for group in optimiser.param_groups:
-            group["lr"] = course.rate_at(step)
+            group["lr"] = RATE * min((step + 1) / rising, (course.steps - step) / falling)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
