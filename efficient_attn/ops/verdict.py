@@ -62,7 +62,9 @@ def tile(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
         return _TRIAL.get(kernel)
     if paths.only_torch() or not paths.compiles(device):
         return None
-    entry = entry_of(kernel, device, precision_name(kernel, dtype))
+    # FlexAttention serves float32 only with TF32.
+    tf32 = dtype is torch.float32 and kernel != "causal-linear"
+    entry = entry_of(kernel, device, "tf32" if tf32 else str(dtype).removeprefix("torch."))
     if entry is None:
         _warn(device)
     return entry["tile"] if entry is not None and entry["outcome"] == PASSED else None
@@ -77,13 +79,6 @@ def on_trial(tiles: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         _TRIAL = before
-
-
-def precision_name(kernel: str, dtype: torch.dtype) -> str:
-    """Name of a dtype, "tf32" for float32 in FlexAttention, which serves float32 only with TF32."""
-    if dtype is torch.float32 and kernel != "causal-linear":
-        return "tf32"
-    return str(dtype).removeprefix("torch.")
 
 
 @cache
