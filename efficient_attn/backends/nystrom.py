@@ -48,14 +48,12 @@ class NystromAttention(nn.Module):
         landmark_k = landmark_k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         attend = partial(fused_attention, scale=self.scale, dropout=0.0, zeroed=True)
         rows = attend(landmark_q, k, v, key_mask=key_mask)
-        rows = pseudo_inverse(self._between(landmark_q, landmark_k, alive), self.options.iterations) @ rows
-        return attend(wide_q, landmark_k, rows, key_mask=alive).to(q.dtype)
-
-    def _between(self, landmark_q: Tensor, landmark_k: Tensor, alive: Tensor) -> Tensor:
-        """A, [batch heads landmarks landmarks], with rows and columns of zeros for empty segments."""
+        # Rows and columns of empty segments are zeros.
         keys, both = alive[:, None, None], alive[:, None, None] & alive[:, None, :, None]
-        scores = self.scale * landmark_q @ landmark_k.mT
-        return scores.masked_fill(~keys, -torch.inf).softmax(dim=-1).masked_fill(~both, 0.0)
+        scores = (self.scale * landmark_q @ landmark_k.mT).masked_fill(~keys, -torch.inf)
+        between = scores.softmax(dim=-1).masked_fill(~both, 0.0)
+        rows = pseudo_inverse(between, self.options.iterations) @ rows
+        return attend(wide_q, landmark_k, rows, key_mask=alive).to(q.dtype)
 
 
 def _segments(q: Tensor, key_mask: Tensor | None, landmarks: int) -> tuple[Tensor, Tensor]:
