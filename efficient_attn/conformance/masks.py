@@ -163,7 +163,11 @@ def later_values_move_no_output(subject: Subject, case: CheckCase) -> Iterator[F
         # In a long case tokens change far behind the usual lengths of a block.
         long = case.tokens > 3071
         for cut in [2049, 3071, case.tokens - 1] if long else sorted({1, case.tokens // 2}):
-            for what, changed in _changed_after(inputs, cut, subject.inputs(case, variant=1)):
+            replacement = subject.inputs(case, variant=1)
+            for what, factor in (("others", 1.0), ("long ones", LONG), ("zeros", 0.0)):
+                pairs = zip(inputs[:3], replacement[:3], strict=True)
+                parts = (torch.cat([x[:, :, :cut], y[:, :, cut:] * factor], dim=2) for x, y in pairs)
+                changed = inputs.of(*parts)
                 out = run(backend, changed)[:, :, :cut]
                 yield close(f"{where}, {what} from token {cut}", out, expected[:, :, :cut], bound[:, :, :cut])
     if not subject.promises.gradients or case.tokens > 100 or case.dtype != "float64":
@@ -191,13 +195,6 @@ def _sequences(subject: Subject, case: CheckCase) -> Iterator[tuple[str, Inputs,
     falling[:half] = LONG
     yield "Long keys first", inputs._replace(k=inputs.k * falling), LEAK_LONG
     yield "Long tokens", inputs._replace(q=inputs.q * LONG, k=inputs.k * LONG), LEAK_LONG
-
-
-def _changed_after(inputs: Inputs, cut: int, replacement: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """Inputs with other tokens from `cut` on: of ordinary norm, 20 times as long, or zero."""
-    for what, factor in (("others", 1.0), ("long ones", LONG), ("zeros", 0.0)):
-        pairs = zip(inputs[:3], replacement[:3], strict=True)
-        yield what, inputs.of(*(torch.cat([x[:, :, :cut], y[:, :, cut:] * factor], dim=2) for x, y in pairs))
 
 
 def _borders(case: CheckCase) -> tuple[int, ...]:
