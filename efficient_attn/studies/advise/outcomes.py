@@ -146,7 +146,7 @@ def _in_bfloat16(
         timed = [record for record in times if record.case.label == swap.case.label]
         shown = "not within the target"
         if models and timed:
-            shown = compared(time_ratio(timed[-1], models[-1]))
+            shown = compared(*decided([(timed[-1], models[-1])]))
         losses = quantity_words(quantity, getattr(swap, quantity) or 0.0)
         losses += "" if swap.loss_difference is None else f", {_losses(swap)}"
         parts.append(f"{swap.case.label} {shown}, {losses}")

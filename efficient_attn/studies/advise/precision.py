@@ -14,6 +14,7 @@ from efficient_attn.runs.study import Point, Points
 from efficient_attn.stats.estimates import OPEN, call_time, time_ratio
 from efficient_attn.stats.speeds import decided
 from efficient_attn.studies.advise.names import ATTENTION_BFLOAT16, MODEL_BFLOAT16
+from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.advise.targets import Targets
 from efficient_attn.studies.swap.measure import distance_point, pass_point
 from efficient_attn.studies.swap.model import TextSubject
@@ -68,18 +69,21 @@ def _with_attention(subject: Any) -> TextSubject:
 
 
 def timing_steps(timed: Sequence[Timed], plan: Timed, rounds: int | None) -> Points:
-    """Time a plan and the models, then the plan and the fastest model until its speed is decided.
+    """Time a plan and the models, until the plan over the fastest model and this over the first are decided.
 
     Args:
         rounds: Number of rounds; None: until decided.
     """
     points = [pass_point(*each) for each in (*timed, plan)]
+    keys, records = [point.case.key for point in points], dict[str, AdviseRecord]()
     for look in LOOKS if rounds is None else (rounds,):
-        records = yield [replace(point, rounds=look) for point in points]
-        if not all(record.times_s for record in records):
+        measured = yield [replace(point, rounds=look) for point in points]
+        records |= {record.case.key: record for record in measured}
+        if not all(record.times_s for record in measured):
             return
-        *models, planned = records
-        fastest = min(models, key=lambda record: call_time(record).median)
-        if decided([(planned, fastest)])[0].outcome != OPEN:
-            return
-        points = [points[models.index(fastest)], points[-1]]
+        first, *others, planned = (records[key] for key in keys)
+        fastest = min((first, *others), key=lambda record: call_time(record).median)
+        pairs = [(planned, fastest), (fastest, first)]
+        left = [pair for pair, ratio in zip(pairs, decided(pairs), strict=True) if ratio.outcome == OPEN]
+        due = {record.case.key for pair in left for record in pair}
+        points = [point for point in points if point.case.key in due]

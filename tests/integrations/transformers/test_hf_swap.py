@@ -295,7 +295,7 @@ def test_the_command_names_texts_by_their_files(encoder, tmp_path, monkeypatch, 
     code, out, err = command(*request, "--backend", "exact")
     title, *_, folder = out.splitlines()
     assert code == 0 and title.startswith("Attention replaced: ") and " on 2 texts #" in title
-    assert "The model runs in float32. 9 points; " in err
+    assert "The model runs in float32. 9 points, at most " in err
     environment = json.loads(Path(folder, "environment.json").read_text())
     assert set(environment["settled"]["model"]["texts"]) == {"0.txt", "1.txt"}
     assert str(tmp_path) not in json.dumps(environment)
