@@ -117,14 +117,16 @@ def reading(table: Table, row: tuple[str, ...]) -> str:
 
 
 def advice() -> str:
-    """Loss and speed of the stored plan for a model, in two lines."""
-    sentence, *_ = ea.read(ADVICE).sentences()
-    plan = re.search(r"with (a sliding window .*?): (loss .*?), (copy recall [\d.]+ %)", sentence)
-    speed = re.search(r"At (\d+) tokens: ~(.*?× )the speed (.*?), not settled, with", sentence)
-    assert plan and speed, sentence
+    """Loss and speed of the stored advice for a model: in bfloat16, and with a plan on top."""
+    plan, precision, *_ = ea.read(ADVICE).sentences()
+    losses = r"(loss .*?) nats, (copy recall [\d.]+ %)"
+    half = re.search(rf"(model in bfloat16) (.*? faster.*?), KL .*?, {losses}", precision)
+    over = "over the model in bfloat16 "
+    heads = re.search(rf"At (\d+) tokens: {over}(.*?), with (a sliding window .*?): {losses}", plan)
+    assert half and heads, (precision, plan)
     return (
-        f"SmolLM2-135M, {speed[1]} tokens: {plan[1]}:\n"
-        f"{plan[2]}, {plan[3]}; model speed {speed[2]}{speed[3]}: not shown to be faster"
+        f"SmolLM2-135M, {heads[1]} tokens, {half[1]}: {half[2]}, {half[3]}, {half[4]}\n"
+        f"{heads[3]}:\n{heads[2]} again, {heads[4]}, {heads[5]}"
     )
 
 
