@@ -99,8 +99,8 @@ _RECALL = """\
 
 Some key/value heads need only a sliding window (4 first + 512 last tokens). `advise MODEL` finds them within
 a limit on loss, KL divergence and copy recall, and verifies the plan on a held-out text, beside as many
-random heads. SmolLM2-135M, 30 layers, over float32: windows at 4096 tokens are on top of the model in bfloat16,
-at 8192 tokens of its linear layers in bfloat16. 208 planted numbers:
+random heads. SmolLM2-135M, 30 layers, over float32; at 4096 tokens windows are on top of the model in
+bfloat16, at 8192 tokens of its linear layers in bfloat16. 208 planted numbers:
 """
 
 _RECALLED = """\
