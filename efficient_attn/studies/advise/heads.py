@@ -90,11 +90,11 @@ def head_steps(
     plan = max(plans, key=lambda plan: plan.saving(choosing.shared["tokens"]))
     yield _planned(held_out, PLAN, plan)
     if plan.heads:
+        variant = _variant(PLAN, plan, held_out)
+        yield from timing_steps(timed, (held_out, variant), rounds)
         # As many heads, drawn by chance: what the rank is worth.
         drawn = random.Random(choosing.shared["seed"]).sample(heads, len(plan.heads))
         yield _planned(held_out, RANDOM_HEADS, plan._replace(heads=drawn))
-        variant = _variant(PLAN, plan, held_out)
-        yield from timing_steps(timed, (held_out, variant), rounds)
         yield _retrieved(held_out, variant)
 
 
@@ -112,6 +112,9 @@ def _counted(
         if count in (fewest, most):
             break
         record = yield _planned(subject, next(labels), HeadPlan(ranked[:count], choice))
+        if record.status == "skipped":
+            # The budget leaves the count that is known.
+            break
         if record.status != "ok":
             return None
         fewest, most = (fewest, count) if targets.halved().missed(record) else (count, most)

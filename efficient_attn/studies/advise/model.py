@@ -26,9 +26,6 @@ from efficient_attn.studies.swap.subject import ModelSubject
 # Backends that are tried in single layers: the nearest in all layers together.
 _CANDIDATES = 6
 
-# Rounds of passes that bound the gain of a plan of heads.
-_BOUND_ROUNDS = 2
-
 # Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
 ATTEMPTS = (1.0, 0.5, 0.25)
 
@@ -59,9 +56,9 @@ def model_steps(
     for pair in pairs:
         choosing, held_out, timed = yield from precision_steps(*pair, targets)
         if ranks_heads and has_copies(choosing):
-            # Errors need no quiet machine: few rounds bound the gain, and the plan is timed last.
+            # Errors need no quiet machine: one round bounds the gain, and the plan is timed last.
             references = [choosing.original]
-            if not (yield from _bound_excludes(choosing, references, variants, _BOUND_ROUNDS)):
+            if not (yield from _bound_excludes(choosing, references, variants, rounds=1)):
                 yield from head_steps(choosing, held_out, targets, timed, rounds)
         else:
             yield from _length_steps(choosing, held_out, variants, targets, timed, rounds)
