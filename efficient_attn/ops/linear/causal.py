@@ -22,7 +22,7 @@ from efficient_attn.ops.grouped_queries import unfold
 from efficient_attn.ops.linear.causal_exponential import causal_exponential, causal_exponential_gradients
 from efficient_attn.ops.linear.features import Features
 from efficient_attn.ops.linear.full import whole_state
-from efficient_attn.ops.linear.inputs import FIELDS, LinearInputs, Outputs, new_outputs
+from efficient_attn.ops.linear.inputs import FIELDS, LinearInputs, Outputs, in_range, new_outputs
 from efficient_attn.ops.linear.scaled_chunks import segments
 from efficient_attn.ops.linear.segments import attend_segment, causal_gradients
 from efficient_attn.ops.linear.state import (
@@ -50,17 +50,33 @@ def causal_rows(inputs: LinearInputs, past: LinearState | None) -> Outputs:
     if cuda.serves(inputs):
         return cuda.causal_rows(inputs, past)[0]
     outputs = new_outputs(inputs.q, inputs.v)
+    if past is None and (plain := inputs.plain()):
+        _read_segments(plain, None, outputs)
+        if in_range(outputs.log_normaliser, _blind(inputs)):
+            return outputs
     if inputs.k.shape[-2] > inputs.q.shape[-2]:
         past = _before_queries(inputs, past)
     if inputs.map.exponential and tuned_for_cpu(inputs.q):
         causal_exponential(inputs, past, outputs)
-        return outputs
-    state = _past(inputs, 0) if past is None else past
+    else:
+        _read_segments(inputs, past, outputs)
+    return outputs
+
+
+def _read_segments(inputs: LinearInputs, past: LinearState | None, into: Outputs) -> None:
+    """Write the output of every query, segment by segment, after the keys of a state or before the queries."""
+    state = _past(inputs, inputs.k.shape[-2] - inputs.q.shape[-2]) if past is None else past
     for part in segments(inputs):
         rows, state = attend_segment(inputs, part, state)
-        for whole, part_rows in zip(outputs, rows, strict=True):
+        for whole, part_rows in zip(into, rows, strict=True):
             whole[..., part, :] = part_rows
-    return outputs
+
+
+def _blind(inputs: LinearInputs) -> Tensor | None:
+    """Whether queries see no real key, bool [batch 1 queries 1]; None: all see some."""
+    if inputs.key_mask is None:
+        return None
+    return (inputs.key_mask.cumsum(dim=-1) == 0)[:, None, -inputs.q.shape[-2] :, None]
 
 
 def causal_row_gradients(
@@ -69,6 +85,9 @@ def causal_row_gradients(
     """Gradients with respect to q, k, v and, if `to_past`, the state `past` of `causal_rows`."""
     if cuda.serves(inputs):
         return cuda.causal_gradients(inputs, past, grad_out, outputs, to_past=to_past)
+    plain = inputs.plain() if past is None else None
+    if plain is not None and in_range(outputs.log_normaliser, _blind(inputs)):
+        inputs = plain
     if inputs.k.shape[-2] > inputs.q.shape[-2]:
         past = _before_queries(inputs, past)
     if inputs.map.exponential and tuned_for_cpu(inputs.q):

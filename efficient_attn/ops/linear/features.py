@@ -48,6 +48,7 @@ class FeatureMap(NamedTuple):
             exp(|x|²/2 + constant).
         fixed: Number of features of a map without directions, as a function of head_dim.
         unscaled: Whether the scale of every token is 1.
+        plain: Name of the map with the same features as values of scale 1, which overflow and underflow.
     """
 
     features: Callable[[Tensor, Any], Features]
@@ -59,6 +60,7 @@ class FeatureMap(NamedTuple):
     trigonometric: bool = False
     fixed: Callable[[int], int] | None = None
     unscaled: bool = False
+    plain: str = ""
 
     def num_features(self, directions: int, head_dim: int) -> int:
         """Number of features."""
@@ -93,9 +95,10 @@ def _hyperbolic_pullback(x: Tensor, features: Features, grad: Features, directio
 
 def trigonometric_features(x: Vectors, directions: Directions) -> Features:
     """exp(|x|²/2) / √m · [cos(w·x), sin(w·x)] for each of m directions w (Choromanski et al. 2021, eq. 4)."""
-    angles = x @ directions.mT
-    values = torch.cat([angles.cos(), angles.sin()], dim=-1).div_(math.sqrt(directions.shape[-2]))
-    return Features(half_square(x), values)
+    # cos z = 2/(1 + t²) − 1 and sin z = 2t/(1 + t²) with t = tan(z/2): one transcendental function.
+    t, factor = (x @ (directions.mT / 2)).tan(), 1 / math.sqrt(directions.shape[-2])
+    ratio = 2 * factor / (1 + t.square())
+    return Features(half_square(x), torch.cat([ratio - factor, ratio * t], dim=-1))
 
 
 def _trigonometric_pullback(x: Tensor, features: Features, grad: Features, directions: Tensor) -> Tensor:
@@ -119,12 +122,25 @@ def _relu_pullback(x: Tensor, features: Features, grad: Features, directions: Te
 
 def elu_features(x: Vectors, directions: None = None) -> Features:
     """elu(x) + 1, entry by entry: 1 + x above zero, exp(x) below (Katharopoulos et al. 2020, eq. 7)."""
-    # No clamp, whose derivative at 0 depends on torch's version.
-    return Features(torch.where(x > 0, x.relu().log1p(), x), None)
+    # No clamp, whose derivative at 0 depends on torch's version. One of the two terms is 0.
+    above = x.relu()
+    return Features(above.log1p() + (x - above), None)
 
 
 def _elu_pullback(x: Tensor, features: Features, grad: Features, directions: None) -> Tensor:
     return grad.log_scale / (1 + x.relu())
+
+
+def plain_elu_features(x: Vectors, directions: None = None) -> Features:
+    """elu(x) + 1 as values: zero for x below −104 in float32."""
+    above = x.relu()
+    return Features(torch.zeros_like(x[..., :1]), (x - above).exp_().add_(above))
+
+
+def _plain_elu_pullback(x: Tensor, features: Features, grad: Features, directions: None) -> Tensor:
+    assert features.values is not None and grad.values is not None
+    # The derivative is 1 above zero, and the feature below.
+    return grad.values * features.values.clamp_max(1.0)
 
 
 def exponential_features(x: Vectors, directions: None = None) -> Features:
@@ -134,6 +150,16 @@ def exponential_features(x: Vectors, directions: None = None) -> Features:
 
 def _exponential_pullback(x: Tensor, features: Features, grad: Features, directions: None) -> Tensor:
     return grad.log_scale
+
+
+def plain_exponential_features(x: Vectors, directions: None = None) -> Features:
+    """exp(x) as values."""
+    return Features(torch.zeros_like(x[..., :1]), x.exp())
+
+
+def _plain_exponential_pullback(x: Tensor, features: Features, grad: Features, directions: None) -> Tensor:
+    assert features.values is not None and grad.values is not None
+    return grad.values * features.values
 
 
 def taylor_1_features(x: Vectors, directions: None = None) -> Features:
@@ -197,9 +223,23 @@ MAPS = {
         trigonometric=True,
     ),
     "relu": FeatureMap(relu_features, _relu_pullback, has_values=True, per_direction=1, unscaled=True),
-    "elu": FeatureMap(elu_features, _elu_pullback, has_values=False, fixed=lambda d: d),
+    "elu": FeatureMap(elu_features, _elu_pullback, has_values=False, fixed=lambda d: d, plain="plain-elu"),
+    "plain-elu": FeatureMap(
+        plain_elu_features, _plain_elu_pullback, has_values=True, fixed=lambda d: d, unscaled=True
+    ),
     "exponential": FeatureMap(
-        exponential_features, _exponential_pullback, has_values=False, fixed=lambda d: d
+        exponential_features,
+        _exponential_pullback,
+        has_values=False,
+        fixed=lambda d: d,
+        plain="plain-exponential",
+    ),
+    "plain-exponential": FeatureMap(
+        plain_exponential_features,
+        _plain_exponential_pullback,
+        has_values=True,
+        fixed=lambda d: d,
+        unscaled=True,
     ),
     "taylor-1": FeatureMap(
         taylor_1_features, _taylor_1_pullback, has_values=True, signed=True, fixed=lambda d: 1 + d

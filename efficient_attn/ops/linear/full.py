@@ -12,7 +12,7 @@ from torch import Tensor
 
 from efficient_attn.ops.dtypes import without_autocast
 from efficient_attn.ops.grouped_queries import unfold
-from efficient_attn.ops.linear.inputs import FIELDS, LinearInputs, Outputs, chunks, new_outputs
+from efficient_attn.ops.linear.inputs import FIELDS, LinearInputs, Outputs, chunks, in_range, new_outputs
 from efficient_attn.ops.linear.softmax_identity import suits, two_softmaxes, two_softmaxes_gradients
 from efficient_attn.ops.linear.state import (
     LinearState,
@@ -64,8 +64,18 @@ def _full(*fields: Any) -> tuple[Tensor, ...]:
         if inputs.map.trigonometric and tuned_for_cpu(inputs.q):
             outputs, state = trigonometric_attention(inputs)
             return *outputs, *state
+        if plain := inputs.plain():
+            state = whole_state(plain)
+            outputs = read_state(plain, state)
+            if in_range(outputs.log_normaliser, _blind(inputs)):
+                return *outputs, state.sums, state.log_scale.repeat(1, 1, 1, inputs.num_features)
         state = whole_state(inputs)
         return *read_state(inputs, state), *state
+
+
+def _blind(inputs: LinearInputs) -> Tensor | None:
+    """Whether rows have no real key, bool [batch 1 1 1]; None: all have."""
+    return None if inputs.key_mask is None else ~inputs.key_mask.any(dim=-1)[:, None, None, None]
 
 
 def read_state(inputs: LinearInputs, state: LinearState) -> Outputs:
@@ -105,6 +115,9 @@ def _full_backward(grad_out: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tenso
             return two_softmaxes_gradients(inputs, grad_out, *outputs[:2], state)
         if inputs.map.trigonometric and tuned_for_cpu(inputs.q):
             return trigonometric_gradients(inputs, grad_out, outputs, state)
+        plain = inputs.plain()
+        if plain is not None and in_range(outputs.log_normaliser, _blind(inputs)):
+            inputs, state = plain, LinearState(state.sums, state.log_scale[..., :1])
         grad_q, query_sums = query_gradients(inputs, state, grad_out, outputs)
         return grad_q, *key_gradients(inputs, state.log_scale, query_sums)
 

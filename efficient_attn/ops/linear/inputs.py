@@ -17,6 +17,8 @@ from efficient_attn.ops.paths import parts, step_capacity, tuned_for_cpu
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 # Fewer tokens per chunk cost more in calls than they save in cache misses. More only cost memory.
 SHORTEST_CHUNK, LONGEST_CHUNK = 112, 512
+# Logarithms of sums of plain features at most, in absolute value, so that no term of weight leaves the floats.
+RANGE = {torch.float32: 60.0, torch.float64: 600.0}
 # Features per chunk over all heads, which fill a cache of 1 MiB. Their gradients take as much again.
 _FEATURES = 2**18
 
@@ -58,6 +60,14 @@ class LinearInputs(NamedTuple):
     @property
     def map(self) -> FeatureMap:
         return MAPS[self.kind]
+
+    def plain(self) -> "LinearInputs | None":
+        """The inputs with features as values of scale 1, or None: no such map, or not for this device.
+
+        Only a CPU is asked afterwards, by `in_range`, whether the sums can be trusted.
+        """
+        kind = self.map.plain
+        return self._replace(kind=kind) if kind and tuned_for_cpu(self.q) else None
 
     @property
     def group(self) -> int:
@@ -177,6 +187,18 @@ def held_tokens(inputs: LinearInputs, numbers: int | None = None) -> int:
     """Tokens with `numbers` features over all heads, at least 1. Default: the capacity of one step."""
     features = max(inputs.q.shape[0] * inputs.q.shape[1] * inputs.num_features, 1)
     return step_capacity(features) if numbers is None else max(numbers // features, 1)
+
+
+def in_range(logarithm: Tensor, blind: Tensor | None) -> bool:
+    """Whether all row sums of plain features are far from the limits of floats.
+
+    Args:
+        logarithm: Logarithm of each row's sum, [batch heads q_tokens 1].
+        blind: Whether a row reads no key, bool; None: all rows read some.
+    """
+    # A comparison with NaN is false.
+    kept = logarithm.abs() < RANGE[logarithm.dtype]
+    return bool((kept if blind is None else kept | blind).all())
 
 
 class Outputs(NamedTuple):

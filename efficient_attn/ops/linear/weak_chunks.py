@@ -73,7 +73,7 @@ def weak_chunks(rows: Tensor, features: int) -> Iterator[Tensor]:
     chunks = number.numel()
     capacity = min(max(FEATURES // (rows.shape[2] * features), chunks // _SHARE, 1), chunks)
     if tuned_for_cpu(rows):
-        yield from number.nonzero().flatten().split(capacity)
+        yield from filter(len, number.nonzero().flatten().split(capacity))
     else:
         yield number.topk(capacity).indices
 
