@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops import cuda
-from efficient_attn.ops.dtypes import without_autocast
+from efficient_attn.ops.dtypes import upcast, without_autocast
 from efficient_attn.ops.grouped_queries import unfold
 from efficient_attn.ops.linear.causal_exponential import causal_exponential, causal_exponential_gradients
 from efficient_attn.ops.linear.features import Features
@@ -29,7 +29,6 @@ from efficient_attn.ops.linear.state import (
     CausalGradients,
     LinearState,
     Means,
-    empty_state,
     keep_for_backward,
     merge,
     with_ones,
@@ -139,8 +138,10 @@ def _past(inputs: LinearInputs, before: int) -> LinearState:
     """The state of the keys before the first query."""
     first = slice(0, before)
     if before == 0:
-        keys = inputs.key_features(inputs.key_rows(first), first)
-        return empty_state(keys, inputs.v.shape[-1])
+        like, shape, features = upcast(inputs.v[..., :0, :]), inputs.k.shape[:2], inputs.num_features
+        scales = 1 if inputs.map.has_values else features
+        sums = like.new_zeros(*shape, features, inputs.v.shape[-1] + 1)
+        return LinearState(sums, like.new_full((*shape, 1, scales), -torch.inf))
     mask = inputs.mask(first)
     return whole_state(inputs._replace(k=inputs.k[..., first, :], v=inputs.v[..., first, :], key_mask=mask))
 

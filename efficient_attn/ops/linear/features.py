@@ -47,7 +47,7 @@ class FeatureMap(NamedTuple):
         trigonometric: Whether the features are the cosines, then the sines, of w·x, times
             exp(|x|²/2 + constant).
         fixed: Number of features of a map without directions, as a function of head_dim.
-        unscaled: Whether the scale of every token is 1.
+        unscaled: Whether features are positive values, those of masked tokens 0, and every scale is 1.
         plain: Name of the map with the same features as values of scale 1, which overflow and underflow.
     """
 
@@ -111,7 +111,7 @@ def _trigonometric_pullback(x: Tensor, features: Features, grad: Features, direc
 def relu_features(x: Vectors, directions: Directions) -> Features:
     """max(w·x, 0) / √m + 0.001 for each of m directions w (Choromanski et al. 2021, Performer-ReLU)."""
     values = (x @ directions.mT).relu() / math.sqrt(directions.shape[-2]) + RELU_OFFSET
-    return Features(torch.zeros_like(x[..., :1]), values)
+    return Features(x.new_zeros(*x.shape[:-1], 1), values)
 
 
 def _relu_pullback(x: Tensor, features: Features, grad: Features, directions: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def _elu_pullback(x: Tensor, features: Features, grad: Features, directions: Non
 def plain_elu_features(x: Vectors, directions: None = None) -> Features:
     """elu(x) + 1 as values: zero for x below −104 in float32."""
     above = x.relu()
-    return Features(torch.zeros_like(x[..., :1]), (x - above).exp_().add_(above))
+    return Features(x.new_zeros(*x.shape[:-1], 1), (x - above).exp_().add_(above))
 
 
 def _plain_elu_pullback(x: Tensor, features: Features, grad: Features, directions: None) -> Tensor:
@@ -154,7 +154,7 @@ def _exponential_pullback(x: Tensor, features: Features, grad: Features, directi
 
 def plain_exponential_features(x: Vectors, directions: None = None) -> Features:
     """exp(x) as values."""
-    return Features(torch.zeros_like(x[..., :1]), x.exp())
+    return Features(x.new_zeros(*x.shape[:-1], 1), x.exp())
 
 
 def _plain_exponential_pullback(x: Tensor, features: Features, grad: Features, directions: None) -> Tensor:

@@ -44,7 +44,11 @@ def full_linear_attention(inputs: LinearInputs) -> Outputs:
 def whole_state(inputs: LinearInputs) -> LinearState:
     """The state of all keys."""
     states = (
-        summarise(inputs.key_features(inputs.key_rows(part), part), inputs.real_rows(inputs.v, part))
+        summarise(
+            inputs.key_features(inputs.key_rows(part), part),
+            inputs.real_rows(inputs.v, part),
+            unscaled=inputs.map.unscaled,
+        )
         for part in chunks(inputs, inputs.k.shape[-2])
     )
     state = next(states)
@@ -80,13 +84,19 @@ def _blind(inputs: LinearInputs) -> Tensor | None:
 
 def read_state(inputs: LinearInputs, state: LinearState) -> Outputs:
     """Output rows of all queries, from the state of all keys."""
-    outputs = new_outputs(inputs.q, inputs.v)
-    for part in chunks(inputs, inputs.q.shape[-2]):
+    parts = chunks(inputs, inputs.q.shape[-2])
+    outputs = new_outputs(inputs.q, inputs.v) if len(parts) != 1 else None
+    seen = None if inputs.key_mask is None else sees(state)
+    for part in parts:
         features = inputs.query_features(inputs.query_rows(part))
         weights, reference = query_weights(features, state.log_scale)
-        sums, seen = weights @ state.sums, sees(state)
+        sums = weights @ state.sums
         rows = Outputs(divide(sums, seen), log_sum(sums, reference, seen), sums[..., -1:] < 0)
+        if outputs is None:
+            out, *rest = (unfold(x, inputs.q.shape[1]) for x in rows)
+            return Outputs(out.to(inputs.q.dtype), *rest)
         outputs.put(part, rows)
+    assert outputs is not None
     return outputs
 
 

@@ -138,18 +138,20 @@ class LinearInputs(NamedTuple):
         if self.map.exponential:
             return Features(rows @ self.exponents().mT, None)
         features = self.map.features(rows, self.directions_for(rows))
-        if self.map.has_values:
+        if self.map.has_values and not self.map.unscaled:
             return features._replace(log_scale=torch.zeros_like(features.log_scale))
         return features
 
     def key_features(self, rows: Tensor, part: slice) -> Features:
-        """Features of key rows, with scale −inf for masked tokens."""
+        """Features of key rows, with scale −inf, or without scales the value 0, for masked tokens."""
         features, mask = self.map.features(rows, self.directions_for(rows)), self.mask(part)
         if self.log_weights is not None:
             features = features._replace(log_scale=features.log_scale + self.log_weights.to(rows.dtype))
         if mask is None:
             return features
         hidden = ~mask[:, None, :, None]
+        if self.map.unscaled and features.values is not None:
+            return features._replace(values=features.values.masked_fill(hidden, 0.0))
         return features._replace(log_scale=features.log_scale.masked_fill(hidden, -torch.inf))
 
     def query_gradient(self, rows: Tensor, features: Features, grad: Features) -> Tensor:

@@ -110,8 +110,10 @@ def in_digits(sums: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return sums / shift.exp(), scale + shift
 
 
-def states(keys: ScaledKeys, values: Tensor) -> LinearState:
+def states(keys: ScaledKeys, values: Tensor, *, unscaled: bool) -> LinearState:
     """The state of each chunk's keys and of their values with ones, [… size value_dim+1]."""
+    if unscaled:
+        return LinearState(keys.weights.mT @ values, keys.log_scale[..., :1, :])
     if keys.reference is not None:
         return LinearState(keys.weights.mT @ (values * keys.log_scale.exp()), keys.reference)
     largest = keys.log_scale.detach().amax(dim=-2, keepdim=True)
@@ -127,17 +129,22 @@ def visible_scale(keys: ScaledKeys, rows: int) -> Tensor:
     return scale.repeat(1, 1, group, 1) if group > 1 else scale
 
 
-def running_states(states: LinearState, first: LinearState, *, reverse: bool = False) -> LinearState:
+def running_states(
+    states: LinearState, first: LinearState, *, reverse: bool = False, unscaled: bool = False
+) -> LinearState:
     """A state [batch kv_heads …] and the state after each further chunk, [flat_heads chunks+1 …].
 
     Args:
         reverse: Whether the first state follows the last chunk, and states begin with each chunk.
+        unscaled: Whether every scale is 1, see `FeatureMap`.
     """
     if reverse:
         turned = running_states(LinearState(*(x.flip(1) for x in states)), first)
         return LinearState(*(x.flip(1) for x in turned))
     pairs = zip((x.flatten(0, 1).unsqueeze(1) for x in first), states, strict=True)
     states = LinearState(*(torch.cat(pair, dim=1) for pair in pairs))
+    if unscaled:
+        return LinearState(states.sums.cumsum(dim=1), torch.zeros_like(states.log_scale))
     reference = states.log_scale.detach().cummax(dim=1).values
     # [flat_heads features|1 chunks …]: with one scale for all features their sums are one row.
     scales, upto = (x.squeeze(2).mT for x in (states.log_scale, reference))

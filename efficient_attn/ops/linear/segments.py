@@ -86,7 +86,9 @@ def attend_segment(inputs: LinearInputs, part: slice, past: LinearState) -> tupl
     keys = keys_of(segment, past)
     queries = segment.query_features(segment.query_rows())
     earlier = _read_state(queries, keys.before)
-    here = _read_chunk(scaled_queries(queries, keys.scaled), keys.scaled, keys.values)
+    here = _read_chunk(
+        scaled_queries(queries, keys.scaled), keys.scaled, keys.values, unscaled=inputs.map.unscaled
+    )
     if queries.values is None:
         total = here.sums[..., -1:] + (earlier.scale - here.scale).exp() * earlier.sums[..., -1:]
         here = read_weak_chunks(here, total.log(), queries.log_scale, keys.features.log_scale, keys.values)
@@ -99,7 +101,8 @@ def keys_of(segment: Segment, past: LinearState) -> Keys:
     rows, values = segment.key_rows(), segment.values()
     features = segment.key_features(rows)
     scaled = scaled_keys(features)
-    running = running_states(states(scaled, values), past)
+    unscaled = segment.inputs.map.unscaled
+    running = running_states(states(scaled, values, unscaled=unscaled), past, unscaled=unscaled)
     before, after = (LinearState(*(x[:, chunk] for x in running)) for chunk in (slice(0, -1), -1))
     after = LinearState(*(x.unflatten(0, segment.inputs.k.shape[:2]) for x in after))
     return Keys(rows, features, values, scaled, before, after)
@@ -114,9 +117,12 @@ def _read_state(queries: Features, state: LinearState) -> ScaledSums:
     return ScaledSums((exponents - largest).exp() @ state.sums, largest)
 
 
-def _read_chunk(queries: ScaledQueries, keys: ScaledKeys, values: Tensor) -> ScaledSums:
+def _read_chunk(queries: ScaledQueries, keys: ScaledKeys, values: Tensor, *, unscaled: bool) -> ScaledSums:
     """Sums over the keys of the same chunk, up to each row's own."""
     size = values.shape[-2]
+    if unscaled:
+        scores = _triangle(queries.weights @ keys.weights.mT, size)
+        return ScaledSums(scores @ values, keys.log_scale[..., :1, :])
     visible = visible_scale(keys, queries.weights.shape[-2])
     # Exponents of visible keys are at most 0; the others, excluded below, stay finite for a gradient's sake.
     # The bound lies above 0, since the derivative of a clamp at its bound depends on torch's version.
@@ -128,6 +134,10 @@ def _read_chunk(queries: ScaledQueries, keys: ScaledKeys, values: Tensor) -> Sca
 
 def _outputs(here: ScaledSums, earlier: ScaledSums, kind: FeatureMap) -> Outputs:
     """Output rows from the sums over both parts of the visible keys."""
+    if kind.unscaled:
+        sums = here.sums + earlier.sums
+        seen, total = ~(sums[..., -1:] <= 0), sums[..., -1:]
+        return Outputs(divide(sums, seen), log_sum(sums, 0.0, seen), total < 0)
     scale = floor(torch.maximum(here.scale, earlier.scale))
     sums = (here.scale - scale).exp() * here.sums
     sums = torch.addcmul(sums, (earlier.scale - scale).exp(), earlier.sums)

@@ -68,16 +68,14 @@ class Means(NamedTuple):
         return LinearState(with_ones(self.means), self.log_sums)
 
 
-def empty_state(keys: Features, value_dim: int) -> LinearState:
-    """The state of no keys."""
-    features = keys.log_scale if keys.values is None else keys.values
-    heads = keys.log_scale.shape[:-2]
-    sums = keys.log_scale.new_zeros(*heads, features.shape[-1], value_dim + 1)
-    return LinearState(sums, keys.log_scale.new_full((*heads, 1, keys.log_scale.shape[-1]), -torch.inf))
+def summarise(keys: Features, v: Tensor, *, unscaled: bool) -> LinearState:
+    """The state of keys and their values [batch kv_heads tokens value_dim].
 
-
-def summarise(keys: Features, v: Tensor) -> LinearState:
-    """The state of keys and their values [batch kv_heads tokens value_dim]."""
+    Args:
+        unscaled: Whether every scale is 1, see `FeatureMap`.
+    """
+    if unscaled and keys.values is not None:
+        return LinearState(_summed(keys.values, with_ones(v)), keys.log_scale[..., :1, :])
     reference = keys.log_scale.detach().amax(dim=-2, keepdim=True)
     scale = exponential(keys.log_scale - finite(reference))
     if keys.values is None:
@@ -120,19 +118,24 @@ def query_weights(queries: Features, reference: Tensor) -> tuple[Tensor, Tensor]
     return exponential(exponents - finite(top)), top
 
 
-def divide(sums: Tensor, seen: Tensor) -> Tensor:
-    """Numerators over the denominator in the last column, with zeros for a fully masked row."""
+def divide(sums: Tensor, seen: Tensor | None) -> Tensor:
+    """Numerators over the denominator in the last column, with zeros for a fully masked row; None: no such row."""
+    if seen is None:
+        return sums[..., :-1] / sums[..., -1:]
     return torch.where(seen, sums[..., :-1] / torch.where(seen, sums[..., -1:], 1.0), 0.0)
 
 
-def log_sum(sums: Tensor, reference: Tensor, seen: Tensor) -> Tensor:
-    """Logarithm of the absolute row denominators at a reference, +inf for a fully masked row."""
-    return (reference + sums[..., -1:].detach().abs().log()).masked_fill(~seen, torch.inf)
+def log_sum(sums: Tensor, reference: Tensor | float, seen: Tensor | None) -> Tensor:
+    """Logarithm of the absolute row denominators at a reference, +inf for a fully masked row; None: no such row."""
+    logarithm = reference + sums[..., -1:].detach().abs().log()
+    return logarithm if seen is None else logarithm.masked_fill(~seen, torch.inf)
 
 
 def sees(state: LinearState) -> Tensor:
     """Whether the state has any key, bool [… 1 1]."""
-    return (state.log_scale != -torch.inf).any(dim=-1, keepdim=True)
+    scaled = (state.log_scale != -torch.inf).any(dim=-1, keepdim=True)
+    # Without scales the features of masked keys are 0.
+    return scaled & (state.sums[..., -1:] != 0).any(dim=-2, keepdim=True)
 
 
 def exponential(exponents: Tensor) -> Tensor:
