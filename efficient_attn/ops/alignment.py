@@ -121,6 +121,11 @@ def biased_rows(x: Tensor, column: Tensor, width: int) -> Tensor:
     return padded_rows(torch.cat([x, column.expand(*x.shape[:-1], 1)], dim=-1), width)
 
 
+def first_columns(x: Tensor, width: int) -> Tensor:
+    """The columns before the padding of `padded_rows`. A slice of all would be a call for nothing."""
+    return x if x.shape[-1] == width else x[..., :width]
+
+
 def padded_rows(x: Tensor, width: int) -> Tensor:
     """`x` with zero columns up to the width. F.pad would copy even without any."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -63,7 +63,7 @@ def causal_rows(inputs: LinearInputs, past: LinearState | None) -> Outputs:
 
 
 def _read_segments(inputs: LinearInputs, past: LinearState | None, into: Outputs) -> None:
-    """Write the output of every query, segment by segment, after the keys of a state or before the queries."""
+    """Write the output of every query, segment by segment, after a state or the keys before the queries."""
     state = _past(inputs, inputs.k.shape[-2] - inputs.q.shape[-2]) if past is None else past
     for part in segments(inputs):
         rows, state = attend_segment(inputs, part, state)

@@ -91,7 +91,8 @@ def read_state(inputs: LinearInputs, state: LinearState) -> Outputs:
         features = inputs.query_features(inputs.query_rows(part))
         weights, reference = query_weights(features, state.log_scale)
         sums = weights @ state.sums
-        rows = Outputs(divide(sums, seen), log_sum(sums, reference, seen), sums[..., -1:] < 0)
+        total = sums[..., -1:]
+        rows = Outputs(divide(sums, total, seen), log_sum(total, reference, seen), total < 0)
         if outputs is None:
             out, *rest = (unfold(x, inputs.q.shape[1]) for x in rows)
             return Outputs(out.to(inputs.q.dtype), *rest)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import upcast, zero_masked
+from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.linear.features import MAPS, FeatureMap, Features
 from efficient_attn.ops.linear.state import LOWEST
@@ -17,7 +17,7 @@ from efficient_attn.ops.paths import parts, step_capacity, tuned_for_cpu
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 # Fewer tokens per chunk cost more in calls than they save in cache misses. More only cost memory.
 SHORTEST_CHUNK, LONGEST_CHUNK = 112, 512
-# Logarithms of sums of plain features at most, in absolute value, so that no term of weight leaves the floats.
+# Logarithms of sums of plain features, in absolute value: within these bounds no term of weight was lost.
 RANGE = {torch.float32: 60.0, torch.float64: 600.0}
 # Features per chunk over all heads, which fill a cache of 1 MiB. Their gradients take as much again.
 _FEATURES = 2**18
@@ -87,17 +87,17 @@ class LinearInputs(NamedTuple):
 
     def query_rows(self, part: slice) -> Tensor:
         """Scaled queries of a chunk, [batch kv_heads group·part head_dim]."""
-        return fold(upcast(self.q[..., part, :]), self.k.shape[1]) * self.query_factor
+        return fold(upcast(rows_of(self.q, part)), self.k.shape[1]) * self.query_factor
 
     def exponents(self) -> Tensor:
         """Direction of each feature of an exponential map, [features head_dim], for all or each key head."""
         assert self.map.exponential and self.directions is not None
-        w = self.directions.to(torch.promote_types(self.q.dtype, torch.float32))
+        w = self.directions.to(upcast_dtype(self.q.dtype))
         return w if self.map.per_direction == 1 else torch.cat([w, -w], dim=-2)
 
     def real_rows(self, x: Tensor, part: slice) -> Tensor:
         """Keys or values of a chunk, zero where masked, [batch kv_heads part dim]."""
-        rows = upcast(x[..., part, :])
+        rows = upcast(rows_of(x, part))
         return rows if self.key_mask is None else zero_masked(rows, self.mask(part))
 
     def flat_keys_and_values(self, part: slice) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ class LinearInputs(NamedTuple):
 
     def flatten_heads(self, x: Tensor, part: slice) -> Tensor:
         """Query-side rows of a chunk, [batch heads tokens dim] as [batch·kv_heads group·part dim]."""
-        return upcast(x[..., part, :]).unflatten(1, (self.k.shape[1], -1)).flatten(2, 3).flatten(0, 1)
+        return fold(upcast(rows_of(x, part)), self.k.shape[1]).flatten(0, 1)
 
     def unflatten_heads(self, x: Tensor) -> Tensor:
         """Inverse of `flatten_heads`, [batch·kv_heads group·part dim] as [batch heads part dim]."""
@@ -176,6 +176,11 @@ class LinearInputs(NamedTuple):
     def mask(self, part: slice) -> Tensor | None:
         """Key mask of some positions."""
         return None if self.key_mask is None else self.key_mask[:, part]
+
+
+def rows_of(x: Tensor, part: slice) -> Tensor:
+    """Tokens of a chunk. A slice of all tokens would be a call for nothing."""
+    return x if part in (slice(None), slice(0, x.shape[-2])) else x[..., part, :]
 
 
 def chunks(inputs: LinearInputs, length: int, features: int = _FEATURES) -> list[slice]:

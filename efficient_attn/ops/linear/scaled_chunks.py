@@ -14,6 +14,7 @@ for each feature one lower-triangular matrix of factors times the sums of all ch
 
 import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -141,8 +142,13 @@ def running_states(
     if reverse:
         turned = running_states(LinearState(*(x.flip(1) for x in states)), first)
         return LinearState(*(x.flip(1) for x in turned))
-    pairs = zip((x.flatten(0, 1).unsqueeze(1) for x in first), states, strict=True)
-    states = LinearState(*(torch.cat(pair, dim=1) for pair in pairs))
+    first = LinearState(*(x.flatten(0, 1).unsqueeze(1) for x in first))
+    if unscaled and tuned_for_cpu(first.sums):
+        # A cumulative sum over the chunks takes four times as long on the CPU.
+        sums = accumulate(states.sums.split(1, dim=1), torch.add, initial=first.sums)
+        scales = torch.cat([states.log_scale[:, :1], states.log_scale], dim=1)
+        return LinearState(torch.cat([*sums], dim=1), scales)
+    states = LinearState(*(torch.cat(pair, dim=1) for pair in zip(first, states, strict=True)))
     if unscaled:
         return LinearState(states.sums.cumsum(dim=1), torch.zeros_like(states.log_scale))
     reference = states.log_scale.detach().cummax(dim=1).values

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast_dtype
-from efficient_attn.ops.linear.features import FeatureMap, Features
+from efficient_attn.ops.linear.features import Features
 from efficient_attn.ops.linear.full import key_gradients
 from efficient_attn.ops.linear.inputs import LinearInputs, Outputs
 from efficient_attn.ops.linear.scaled_chunks import (
@@ -92,7 +92,7 @@ def attend_segment(inputs: LinearInputs, part: slice, past: LinearState) -> tupl
     if queries.values is None:
         total = here.sums[..., -1:] + (earlier.scale - here.scale).exp() * earlier.sums[..., -1:]
         here = read_weak_chunks(here, total.log(), queries.log_scale, keys.features.log_scale, keys.values)
-    outputs = _outputs(here, earlier, inputs.map)
+    outputs = _outputs(here, earlier, segment.inputs)
     return Outputs(*(segment.tokens(x) for x in outputs)), keys.after
 
 
@@ -132,23 +132,24 @@ def _read_chunk(queries: ScaledQueries, keys: ScaledKeys, values: Tensor, *, uns
     return ScaledSums(sums, visible if queries.log_scale is None else visible + queries.log_scale)
 
 
-def _outputs(here: ScaledSums, earlier: ScaledSums, kind: FeatureMap) -> Outputs:
+def _outputs(here: ScaledSums, earlier: ScaledSums, inputs: LinearInputs) -> Outputs:
     """Output rows from the sums over both parts of the visible keys."""
+    kind = inputs.map
     if kind.unscaled:
         sums = here.sums + earlier.sums
-        seen, total = ~(sums[..., -1:] <= 0), sums[..., -1:]
-        return Outputs(divide(sums, seen), log_sum(sums, 0.0, seen), total < 0)
+        total = sums[..., -1:]
+        seen = None if inputs.key_mask is None else ~(total <= 0)
+        return Outputs(divide(sums, total, seen), log_sum(total, 0.0, seen), total < 0)
     scale = floor(torch.maximum(here.scale, earlier.scale))
     sums = (here.scale - scale).exp() * here.sums
     sums = torch.addcmul(sums, (earlier.scale - scale).exp(), earlier.sums)
     # Comparisons with NaN are false: a NaN counts as seen, and shows.
-    seen = ~(scale <= UNSEEN)
+    seen, total = ~(scale <= UNSEEN), sums[..., -1:]
     if not kind.signed:
         # A sum of 0 of positive features is a weak row that is not computed again.
-        seen = seen & ~(sums[..., -1:] <= 0)
-    total = sums[..., -1:]
+        seen = seen & ~(total <= 0)
     near_one = (total, scale) if kind.has_values else in_digits(total, scale)
-    return Outputs(divide(sums, seen), log_sum(*near_one, seen), total < 0)
+    return Outputs(divide(sums, total, seen), log_sum(*near_one, seen), total < 0)
 
 
 # Factor on upstream gradients, a power of two: products in float32 reach down to e⁻⁸⁰.

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.alignment import padded_rows
+from efficient_attn.ops.alignment import first_columns, padded_rows
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.linear.inputs import (
@@ -36,6 +36,7 @@ from efficient_attn.ops.linear.inputs import (
     chunks,
     new_outputs,
     power,
+    rows_of,
 )
 from efficient_attn.ops.linear.state import LinearState, finite, with_ones
 from efficient_attn.ops.paths import parts
@@ -133,20 +134,25 @@ def two_softmaxes(inputs: LinearInputs) -> tuple[Outputs, LinearState]:
     """
     on_gpu = flex.available(*inputs[:3])
     inputs = rounded_directions(inputs) if on_gpu else inputs
-    means, log_sums = (mean_values_of_parts if on_gpu else _mean_values)(inputs)
+    w = None if on_gpu else _padded_directions(inputs)
+    means, log_sums = mean_values_of_parts(inputs) if w is None else _mean_values(inputs, w)
     log_sums = log_sums - math.log(inputs.num_features) / 2
     if inputs.log_weights is not None:
         log_sums = log_sums + inputs.log_weights.to(log_sums.dtype).squeeze(-2)
     log_sums = log_sums.contiguous()
-    out = (read_fused if on_gpu else _read)(inputs, means, log_sums)
-    return out, LinearState(with_ones(means[..., : inputs.v.shape[-1]]), log_sums.unsqueeze(-2))
+    out = read_fused(inputs, means, log_sums) if w is None else _read(inputs, w, means, log_sums)
+    return out, LinearState(with_ones(first_columns(means, inputs.v.shape[-1])), log_sums.unsqueeze(-2))
 
 
-def _mean_values(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
+def _padded_directions(inputs: LinearInputs) -> Tensor:
+    """Direction of each feature, [batch kv_heads features dim]."""
+    w = inputs.exponents()
+    return _pad_width(w.expand(*inputs.k.shape[:2], *w.shape[-2:]), inputs)
+
+
+def _mean_values(inputs: LinearInputs, w: Tensor) -> tuple[Tensor, Tensor]:
     """m [batch kv_heads features dim], and z [batch kv_heads features] without the constants of features."""
-    w, factor = inputs.exponents(), math.sqrt(abs(inputs.scale))
-    w = _pad_width(w.expand(*inputs.k.shape[:2], *w.shape[-2:]), inputs)
-    means, log_sums = None, None
+    factor, means, log_sums = math.sqrt(abs(inputs.scale)), None, None
     for part in _pieces(inputs.k, inputs, masked=inputs.key_mask is not None):
         k, v = (_pad_width(inputs.real_rows(x, part), inputs) for x in (inputs.k, inputs.v))
         bias = torch.linalg.vector_norm(k, dim=-1).square_().mul_(-abs(inputs.scale) / 2)
@@ -167,10 +173,9 @@ def _mean_values(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
     return means, log_sums
 
 
-def _read(inputs: LinearInputs, means: Tensor, log_sums: Tensor) -> Outputs:
+def _read(inputs: LinearInputs, w: Tensor, means: Tensor, log_sums: Tensor) -> Outputs:
     """Attention of the queries to the directions, with the mean values of the keys."""
-    w = inputs.exponents()
-    w = _pad_width(w.expand(*inputs.k.shape[:2], *w.shape[-2:]), inputs) * math.copysign(1.0, inputs.scale)
+    w = w if inputs.scale > 0 else -w
     pieces = _pieces(inputs.q, inputs, masked=False)
     # One call in the right dtype returns the output itself, without a copy.
     if len(pieces) == 1 and inputs.q.dtype is means.dtype:
@@ -184,18 +189,19 @@ def _read(inputs: LinearInputs, means: Tensor, log_sums: Tensor) -> Outputs:
 
 def _read_rows(inputs: LinearInputs, part: slice, w: Tensor, means: Tensor, log_sums: Tensor) -> Outputs:
     """Outputs of a chunk of queries, grouped by key head."""
-    rows = _pad_width(fold(upcast(inputs.q[..., part, :]), inputs.k.shape[1]), inputs)
+    rows = _pad_width(fold(upcast(rows_of(inputs.q, part)), inputs.k.shape[1]), inputs)
     factor = math.sqrt(abs(inputs.scale))
     out, logarithm = cpu_flash.flash_rows(rows, w, means, log_sums.unsqueeze(-2), factor)
     logarithm = logarithm.unsqueeze(-1)
     if inputs.key_mask is not None:
         fully_masked = (log_sums == -torch.inf).all(dim=-1)[..., None, None]
         logarithm.masked_fill_(fully_masked, torch.inf)
-    return Outputs(out[..., : inputs.v.shape[-1]], logarithm, torch.zeros_like(logarithm, dtype=torch.bool))
+    out = first_columns(out, inputs.v.shape[-1])
+    return Outputs(out, logarithm, torch.zeros_like(logarithm, dtype=torch.bool))
 
 
 def _pieces(x: Tensor, inputs: LinearInputs, *, masked: bool) -> list[slice]:
-    length, untouched = x.shape[-2], x.dtype is upcast(x[:0]).dtype and not masked
+    length, untouched = x.shape[-2], x.dtype is upcast_dtype(x.dtype) and not masked
     if untouched and inputs.q.shape[-1] == inputs.v.shape[-1]:
         return [slice(0, length)]
     return parts(length, PIECE)

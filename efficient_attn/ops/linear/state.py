@@ -118,16 +118,16 @@ def query_weights(queries: Features, reference: Tensor) -> tuple[Tensor, Tensor]
     return exponential(exponents - finite(top)), top
 
 
-def divide(sums: Tensor, seen: Tensor | None) -> Tensor:
-    """Numerators over the denominator in the last column, with zeros for a fully masked row; None: no such row."""
+def divide(sums: Tensor, total: Tensor, seen: Tensor | None) -> Tensor:
+    """Numerators over the denominator, with zeros for a fully masked row; None: no such row."""
     if seen is None:
-        return sums[..., :-1] / sums[..., -1:]
-    return torch.where(seen, sums[..., :-1] / torch.where(seen, sums[..., -1:], 1.0), 0.0)
+        return sums[..., :-1] / total
+    return torch.where(seen, sums[..., :-1] / torch.where(seen, total, 1.0), 0.0)
 
 
-def log_sum(sums: Tensor, reference: Tensor | float, seen: Tensor | None) -> Tensor:
-    """Logarithm of the absolute row denominators at a reference, +inf for a fully masked row; None: no such row."""
-    logarithm = reference + sums[..., -1:].detach().abs().log()
+def log_sum(total: Tensor, reference: Tensor | float, seen: Tensor | None) -> Tensor:
+    """Logarithm of the absolute denominators, +inf for a fully masked row; None: no such row."""
+    logarithm = reference + total.detach().abs().log()
     return logarithm if seen is None else logarithm.masked_fill(~seen, torch.inf)
 
 

@@ -33,10 +33,8 @@ def flash_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: floa
     Returns:
         [batch heads rows dim] and [batch heads rows]; both are 0 for a fully masked row.
     """
-    if bias is not None:
-        # The kernel reinterprets a bias of another dtype as the dtype of the scores.
-        bias = bias.to(upcast_dtype(q.dtype)).expand(*q.shape[:-1], k.shape[-2])
-    return _FORWARD(_rows(q), _rows(k), _rows(v), 0.0, False, attn_mask=bias, scale=scale)
+    mask = _expanded(bias, q, k)
+    return _FORWARD(_rows(q), _rows(k), _rows(v), 0.0, False, attn_mask=mask, scale=scale)
 
 
 def gradients(
@@ -50,10 +48,18 @@ def gradients(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the output of `attend` with respect to q, k and v."""
-    if bias is not None:
-        bias = bias.to(upcast_dtype(q.dtype)).expand(*q.shape[:-1], k.shape[-2])
     rows = [_rows(x) for x in (grad_out, q, k, v, out)]
-    return _BACKWARD(*rows, log_sum, 0.0, False, attn_mask=bias, scale=scale)
+    return _BACKWARD(*rows, log_sum, 0.0, False, attn_mask=_expanded(bias, q, k), scale=scale)
+
+
+def _expanded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The bias of every score, [batch heads rows keys]."""
+    if bias is None:
+        return None
+    # The kernel reinterprets a bias of another dtype as the dtype of the scores.
+    dtype = upcast_dtype(q.dtype)
+    bias = bias if bias.dtype is dtype else bias.to(dtype)
+    return bias.expand(*q.shape[:-1], k.shape[-2])
 
 
 def _rows(x: Tensor) -> Tensor:
