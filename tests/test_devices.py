@@ -91,7 +91,7 @@ def test_a_state_dict_is_loaded_into_a_backend_that_was_built_on_meta():
 
 def test_registered_operators_refuse_tensors_of_several_devices():
     directions = torch.randn(4, 8, device="meta")
-    tokens = LinearInputs(Q, K, V, None, directions, None, "positive", 1.0)
+    tokens = LinearInputs(Q, K, V, None, directions, None, None, "positive", 1.0)
     for attention in (full_linear_attention, causal_linear_attention):
         with pytest.raises(ShapeError, match="directions lies on meta and q on cpu"):
             attention(tokens)

@@ -27,6 +27,7 @@ from efficient_attn.ops.linear.kernel import (
     moments,
 )
 from efficient_attn.ops.linear.state import LinearState, Means
+from efficient_attn.ops.paths import tuned_for_cpu
 from efficient_attn.options import one_of, option, whole_number
 from efficient_attn.problem import AttentionProblem, positive_count
 
@@ -60,7 +61,7 @@ class FixedFeatures(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:
         """Inputs without directions."""
-        return LinearInputs(q, k, v, key_mask, None, None, self.kind, scale)
+        return LinearInputs(q, k, v, key_mask, None, None, None, self.kind, scale)
 
 
 def check_even(options: RandomFeatureOptions, why: str) -> None:
@@ -113,7 +114,7 @@ class RandomFeatures(Float32Buffers):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:
         """Inputs with the random directions."""
-        return LinearInputs(q, k, v, key_mask, self.projection, None, self.kind, scale)
+        return LinearInputs(q, k, v, key_mask, self.projection, None, None, self.kind, scale)
 
     @torch.no_grad()
     def redraw(self, seed: int) -> None:
@@ -187,13 +188,20 @@ class CalibratedFeatures(Float32Buffers):
         self.use(self._fit(moments(x, x.shape[0] * x.shape[2]), moments(y, keys)))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:
-        """Inputs with transformed queries and keys, and the directions and weights of each head's fit."""
+        """Inputs with the transforms, directions and weights of each head's fit."""
         fit = self._fit_for(k.shape[1], upcast_dtype(k.dtype))
-        inputs = self.random(q, k, v, key_mask, scale)
-        if fit.shift.shape[0]:
+        inputs, transforms = self.random(q, k, v, key_mask, scale), None
+        if fit.shift.shape[0] and (q.shape[-2] == 1 or not tuned_for_cpu(q)):
+            # A single token has no chunks, and kernels of other devices read whole tensors.
             moved_q = inputs.query_rows(_ALL) @ fit.query_transform.mT
             moved_k = (inputs.key_rows(_ALL) - fit.shift.unsqueeze(1)) @ fit.key_transform.mT
             q, k, scale = unfold(moved_q, q.shape[1]), moved_k, 1.0
+        elif fit.shift.shape[0]:
+            offset = fit.shift.unsqueeze(1) @ fit.key_transform.mT
+            of_queries = fit.query_transform.mT * inputs.query_factor, torch.zeros_like(offset)
+            of_keys = fit.key_transform.mT * abs(inputs.query_factor), -offset
+            transforms = torch.stack([torch.cat(x, dim=1) for x in (of_queries, of_keys)])
+            scale = 1.0
         a = fit.curvatures
         assert inputs.directions is not None, "positive features have directions"
         w = inputs.directions.to(a)
@@ -202,7 +210,8 @@ class CalibratedFeatures(Float32Buffers):
         weights = torch.addmm(rest.log().sum(dim=-1, keepdim=True), a, w.square().mT, beta=0.5, alpha=2)
         directions = w * rest.sqrt().unsqueeze(1)
         # The compiler of torch 2.8 traces no `_replace`.
-        return LinearInputs(q, k, v, key_mask, directions, weights.unsqueeze(1), inputs.kind, scale)
+        weights = weights.unsqueeze(1)
+        return LinearInputs(q, k, v, key_mask, directions, weights, transforms, inputs.kind, scale)
 
     def _fit_for(self, kv_heads: int, dtype: torch.dtype) -> Fit:
         """Fit of each key head. A fit of fewer heads serves groups of neighbouring heads."""
@@ -269,7 +278,7 @@ class LearnedFeatures(nn.Module):
             keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
         log_queries = softmax_map(rows, self.query_weight.to(rows), self.query_bias.to(rows))
         log_keys = softmax_map(keys, self.key_weight.to(keys), self.key_bias.to(keys))
-        return LinearInputs(log_queries, log_keys, values, key_mask, None, None, "exponential", 1.0)
+        return LinearInputs(log_queries, log_keys, values, key_mask, None, None, None, "exponential", 1.0)
 
 
 class LinearAttention(nn.Module):

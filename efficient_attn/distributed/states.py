@@ -127,7 +127,7 @@ class _KeyState(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_sums: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         inputs, (reference,) = _saved(ctx, 1)
-        return None, *key_gradients(inputs, reference, grad_sums), *[None] * 5
+        return None, *key_gradients(inputs, reference, grad_sums), *[None] * 6
 
 
 class _Read(torch.autograd.Function):
@@ -146,9 +146,9 @@ class _Read(torch.autograd.Function):
         state, outputs = LinearState(sums, log_scale), Outputs(*rest)
         if ctx.causal:
             grads = causal_row_gradients(inputs, state, grad_out, outputs, to_past=True)
-            return None, grads.past_sums, None, *grads[:3], *[None] * 5
+            return None, grads.past_sums, None, *grads[:3], *[None] * 6
         grad_q, grad_sums = query_gradients(inputs, state, grad_out, outputs)
-        return None, grad_sums, None, grad_q, *[None] * 7
+        return None, grad_sums, None, grad_q, *[None] * 8
 
 
 def _save(ctx: Any, inputs: LinearInputs, *tensors: Tensor) -> None:

@@ -116,7 +116,7 @@ def test_a_question_of_the_host_is_a_synchronisation_with_its_line(monkeypatch):
     monkeypatch.setenv(VARIABLE, "")
     x = torch.arange(3.0)
     assert counted(lambda: x[x > 1] * x.sum().item()).syncs == {"elsewhere": 2}
-    # On the CPU weak chunks are counted by the host.
+    # On the CPU the host asks whether plain features stayed in range.
     backend, inputs = prepared("linear-elu", causal=True, tokens=TOKENS, heads=2, head_dim=8)
     places = [place.partition(":")[0] for place in forward(backend, inputs).syncs]
-    assert places == ["ops/linear/weak_chunks.py"]
+    assert places == ["ops/linear/inputs.py"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention
 
+from efficient_attn.backends import linear_attention
 from efficient_attn.ops import paths, verdict
 from efficient_attn.ops.linear import softmax_identity
 from efficient_attn.ops.softmax import flex
@@ -29,6 +30,8 @@ def on_flex() -> Iterator[None]:
         patch.object(verdict, "trusted", lambda *kernel: True),
         patch.object(torch.cuda, "get_device_properties", lambda device: properties),
         patch.object(softmax_identity, "LEAST_KEYS", 8),
+        # Inputs of a GPU are transformed whole.
+        patch.object(linear_attention, "tuned_for_cpu", lambda x: False),
     ):
         yield
 

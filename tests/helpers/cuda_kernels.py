@@ -96,7 +96,7 @@ def case_inputs(case: dict[str, Any], device: str) -> tuple[LinearInputs, Tensor
     weights = torch.randn(case["kv_heads"], 1, case["features"], generator=generator).to(device)
     q, k, v, g = (x.to(dtype).to(device) for x in (q, k, v, g))
     weights = weights if case["weights"] else None
-    return LinearInputs(q, k, v, mask, w, weights, case["kind"], dim**-0.5), g
+    return LinearInputs(q, k, v, mask, w, weights, None, case["kind"], dim**-0.5), g
 
 
 def errors(case: dict[str, Any], device: str, tile: Any) -> dict[str, list[float]]:

@@ -75,7 +75,7 @@ def test_a_row_whose_features_are_small_where_those_of_its_key_are_large_reads_i
     q = torch.tensor([[-300.0, 0.0], [0.0, 0.0]])[None, None]
     k = torch.tensor([[0.0, -400.0], [-400.0, 0.0]])[None, None]
     v = torch.tensor([[1.0], [2.0]])[None, None]
-    inputs = linear_inputs.LinearInputs(q, k, v, None, None, None, "exponential", 1.0)
+    inputs = linear_inputs.LinearInputs(q, k, v, None, None, None, None, "exponential", 1.0)
     out = causal_linear_attention(inputs).out.flatten()
     assert (out - torch.tensor([1.0, 1.5])).abs().max() <= 1e-6
 

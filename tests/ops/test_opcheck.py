@@ -36,7 +36,8 @@ def arguments(name, dtype, *, masked):
     for kind in ("positive", "trigonometric", "elu"):
         directions = torch.ones(3, 4) if MAPS[kind].per_direction else None
         weights = torch.zeros(2, 1, 3) if kind == "positive" else None
-        yield q, k, v, mask, directions, weights, kind, -0.5
+        transforms = torch.ones(2, 2, 5, 4) if kind == "positive" and masked else None
+        yield q, k, v, mask, directions, weights, transforms, kind, -0.5
 
 
 def test_every_registered_operator_is_checked():

@@ -179,8 +179,8 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple:
     if grad_out is None:
-        return (None,) * 8
-    return *_differentiate(grad_out, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
+        return (None,) * 9
+    return *_differentiate(grad_out, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 6
 
 
 _attend = transformable(_causal, _backward, keep_for_backward)
@@ -198,7 +198,7 @@ def step(inputs: LinearInputs, state: LinearState | Means) -> tuple[Tensor, Line
 
 
 def _step_of_means(inputs: LinearInputs, state: Means) -> tuple[Tensor, Means]:
-    q, (k, v) = inputs.flatten_heads(inputs.q, _ALL), inputs.flat_keys_and_values(_ALL)
+    q, (k, v) = inputs.flat_queries(_ALL), inputs.flat_keys_and_values(_ALL)
     if not inputs.map.exponential:
         queries, keys = _both(_features(inputs, q, k).log_scale)
     else:
@@ -217,7 +217,7 @@ def _step_of_means(inputs: LinearInputs, state: Means) -> tuple[Tensor, Means]:
 
 
 def _step_of_sums(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearState]:
-    q, (k, v) = inputs.flatten_heads(inputs.q, _ALL), inputs.flat_keys_and_values(_ALL)
+    q, (k, v) = inputs.flat_queries(_ALL), inputs.flat_keys_and_values(_ALL)
     features = _features(inputs, q, k)
     assert features.values is not None, "other features are kept as means"
     (queries, keys), values = _both(features.values), with_ones(v)

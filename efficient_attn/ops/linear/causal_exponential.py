@@ -110,7 +110,7 @@ def _read_chunk(
     """Denominators, numerators and log denominators of a chunk's rows, and the state after it."""
     k, v = kernel.inputs.flat_keys_and_values(positions)
     keys = kernel.real_key_exponents(k, positions)
-    queries = kernel.query_exponents(kernel.inputs.flatten_heads(kernel.inputs.q, part))
+    queries = kernel.query_exponents(kernel.inputs.flat_queries(part))
     state = empty_shifted(keys, v.shape[-1]) if state is None else state
     key_features, here = rescaled(state, keys)
     queries.add_(finite(here.reference))
@@ -144,7 +144,7 @@ def _repair(
     into: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Recompute rows [flat_head, row], each relative to its own visible keys."""
-    queries = kernel.query_exponents(kernel.inputs.flatten_heads(kernel.inputs.q, part))
+    queries = kernel.query_exponents(kernel.inputs.flat_queries(part))
     k, v = kernel.inputs.flat_keys_and_values(positions)
     keys = kernel.real_key_exponents(k, positions)
     length = keys.shape[-2]
@@ -202,7 +202,7 @@ class _Rows:
     def exponents(self, part: slice) -> Tensor:
         """s_tf − L_t, [flat_heads rows features]."""
         offset = self.inputs.flatten_heads(self._results[2], part).mul(-LOG2_E)
-        return self.kernel.query_exponents(self.inputs.flatten_heads(self.inputs.q, part), offset)
+        return self.kernel.query_exponents(self.inputs.flat_queries(part), offset)
 
     def positions(self, part: slice) -> slice:
         """Positions of the queries among the keys."""

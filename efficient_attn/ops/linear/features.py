@@ -95,10 +95,9 @@ def _hyperbolic_pullback(x: Tensor, features: Features, grad: Features, directio
 
 def trigonometric_features(x: Vectors, directions: Directions) -> Features:
     """exp(|x|²/2) / √m · [cos(w·x), sin(w·x)] for each of m directions w (Choromanski et al. 2021, eq. 4)."""
-    # cos z = 2/(1 + t²) − 1 and sin z = 2t/(1 + t²) with t = tan(z/2): one transcendental function.
-    t, factor = (x @ (directions.mT / 2)).tan(), 1 / math.sqrt(directions.shape[-2])
-    ratio = 2 * factor / (1 + t.square())
-    return Features(half_square(x), torch.cat([ratio - factor, ratio * t], dim=-1))
+    angles = x @ directions.mT
+    values = torch.cat([angles.cos(), angles.sin()], dim=-1).div_(math.sqrt(directions.shape[-2]))
+    return Features(half_square(x), values)
 
 
 def _trigonometric_pullback(x: Tensor, features: Features, grad: Features, directions: Tensor) -> Tensor:

@@ -171,8 +171,8 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple:
     if grad_out is None:
-        return (None,) * 8
-    return *_differentiate(grad_out, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
+        return (None,) * 9
+    return *_differentiate(grad_out, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 6
 
 
 _attend = transformable(_full, _backward, keep_for_backward)

@@ -25,8 +25,8 @@ _FEATURES = 2**18
 
 # The fields of `LinearInputs`, as arguments of operators.
 FIELDS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? directions, Tensor? log_weights, str kind, "
-    "float scale"
+    "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? directions, Tensor? log_weights, "
+    "Tensor? transforms, str kind, float scale"
 )
 
 
@@ -44,6 +44,8 @@ class LinearInputs(NamedTuple):
         directions: Rows of the random projection, [directions head_dim], or of one projection per key head,
             [kv_heads directions head_dim]; None for a map without directions.
         log_weights: Logarithmic weight of each feature, [kv_heads 1 features]; None: all weights are 1.
+        transforms: Affine maps of queries and of keys before the feature map, constants without gradients,
+            [2 kv_heads head_dim+1 head_dim], the offset last; None: identity.
         kind: Name of the feature map in `features.MAPS`.
         scale: Factor on q·k; queries and keys each take its square root.
     """
@@ -54,6 +56,7 @@ class LinearInputs(NamedTuple):
     key_mask: Tensor | None
     directions: Tensor | None
     log_weights: Tensor | None
+    transforms: Tensor | None
     kind: str
     scale: float
 
@@ -87,7 +90,29 @@ class LinearInputs(NamedTuple):
 
     def query_rows(self, part: slice) -> Tensor:
         """Scaled queries of a chunk, [batch kv_heads group·part head_dim]."""
-        return fold(upcast(rows_of(self.q, part)), self.k.shape[1]) * self.query_factor
+        return self.folded_queries(part) * self.query_factor
+
+    def folded_queries(self, part: slice) -> Tensor:
+        """Transformed queries of a chunk, [batch kv_heads group·part head_dim]."""
+        return self.transformed(fold(upcast(rows_of(self.q, part)), self.k.shape[1]), 0)
+
+    def real_keys(self, part: slice) -> Tensor:
+        """Transformed keys of a chunk, zero before the transform where masked."""
+        return self.transformed(self.real_rows(self.k, part), 1)
+
+    def transformed(self, rows: Tensor, side: int) -> Tensor:
+        """Rows [batch kv_heads rows head_dim] after the map of queries (0) or of keys (1)."""
+        if self.transforms is None:
+            return rows
+        matrix = self.transforms[side].to(rows.dtype)
+        return (rows @ matrix[:, :-1]).add_(matrix[:, -1:])
+
+    def pulled_back(self, grad: Tensor, side: int) -> Tensor:
+        """Gradient of rows, [batch kv_heads …] or [flat_heads …], from the gradient after their map."""
+        if self.transforms is None:
+            return grad
+        matrix = self.transforms[side, :, :-1].mT.to(grad.dtype)
+        return grad @ (matrix if grad.ndim == 4 else self.expand_to_heads(matrix))
 
     def exponents(self) -> Tensor:
         """Direction of each feature of an exponential map, [features head_dim], for all or each key head."""
@@ -102,11 +127,15 @@ class LinearInputs(NamedTuple):
 
     def flat_keys_and_values(self, part: slice) -> tuple[Tensor, Tensor]:
         """Keys and values of a chunk, zero where masked, [batch·kv_heads part dim]."""
-        return self.real_rows(self.k, part).flatten(0, 1), self.real_rows(self.v, part).flatten(0, 1)
+        return self.real_keys(part).flatten(0, 1), self.real_rows(self.v, part).flatten(0, 1)
+
+    def flat_queries(self, part: slice) -> Tensor:
+        """Transformed queries of a chunk, [batch·kv_heads group·part head_dim]."""
+        return self.folded_queries(part).flatten(0, 1)
 
     def key_rows(self, part: slice) -> Tensor:
         """Scaled keys of a chunk, zero where masked, [batch kv_heads part head_dim]."""
-        return self.real_rows(self.k, part) * math.sqrt(abs(self.scale))
+        return self.real_keys(part) * math.sqrt(abs(self.scale))
 
     def flatten_heads(self, x: Tensor, part: slice) -> Tensor:
         """Query-side rows of a chunk, [batch heads tokens dim] as [batch·kv_heads group·part dim]."""
@@ -162,12 +191,12 @@ class LinearInputs(NamedTuple):
             if self.map.has_values:
                 grad = grad._replace(log_scale=torch.zeros_like(grad.log_scale))
             grad_out = self.map.pullback(rows, features, grad, self.directions_for(rows))
-        return grad_out * self.query_factor
+        return self.pulled_back(grad_out, 0) * self.query_factor
 
     def key_gradient(self, rows: Tensor, features: Features, grad: Features) -> Tensor:
         """Gradient with respect to the keys of a chunk, from the gradient of their features."""
         grad_out = self.map.pullback(rows, features, grad, self.directions_for(rows))
-        return grad_out * math.sqrt(abs(self.scale))
+        return self.pulled_back(grad_out, 1) * math.sqrt(abs(self.scale))
 
     def directions_for(self, rows: Tensor) -> Tensor | None:
         """The directions in the dtype of the rows."""
@@ -303,12 +332,13 @@ class ExpKernel:
 
     def query_gradient(self, grad_exponents: Tensor) -> Tensor:
         """Gradient with respect to query rows, from the gradient of the natural exponents."""
-        return torch.bmm(grad_exponents, self._queries.mT).mul_(LN_2)
+        return self.inputs.pulled_back(torch.bmm(grad_exponents, self._queries.mT).mul_(LN_2), 0)
 
     def key_gradient(self, keys: Tensor, grad_exponents: Tensor) -> Tensor:
         """Gradient with respect to keys, from the gradient of the natural exponents."""
         longer = grad_exponents.sum(dim=-1, keepdim=True).mul_(-abs(self.inputs.scale))
-        return torch.bmm(grad_exponents, self._keys.mT).mul_(LN_2).addcmul_(keys, longer)
+        grad = torch.bmm(grad_exponents, self._keys.mT).mul_(LN_2).addcmul_(keys, longer)
+        return self.inputs.pulled_back(grad, 1)
 
     def buffer(self, name: str, rows: Tensor) -> Tensor:
         """Scratch buffer of one number per row and feature."""

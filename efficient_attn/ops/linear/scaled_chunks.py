@@ -202,7 +202,8 @@ class Segment(NamedTuple):
 
     def query_rows(self) -> Tensor:
         """Scaled queries, chunk by chunk, [batch kv_heads chunks·rows head_dim]."""
-        return self._by_chunks(upcast(self.inputs.q)) * self.inputs.query_factor
+        rows = self.inputs.transformed(self._by_chunks(upcast(self.inputs.q)), 0)
+        return rows * self.inputs.query_factor
 
     def key_rows(self) -> Tensor:
         """Scaled keys, [batch kv_heads chunks·size head_dim]."""

@@ -144,8 +144,10 @@ def _outputs(here: ScaledSums, earlier: ScaledSums, inputs: LinearInputs) -> Out
     sums = (here.scale - scale).exp() * here.sums
     sums = torch.addcmul(sums, (earlier.scale - scale).exp(), earlier.sums)
     # Comparisons with NaN are false: a NaN counts as seen, and shows.
-    seen, total = ~(scale <= UNSEEN), sums[..., -1:]
-    if not kind.signed:
+    total, seen = sums[..., -1:], None
+    if inputs.key_mask is not None or not kind.has_values:
+        seen = ~(scale <= UNSEEN)
+    if seen is not None and not kind.signed:
         # A sum of 0 of positive features is a weak row that is not computed again.
         seen = seen & ~(total <= 0)
     near_one = (total, scale) if kind.has_values else in_digits(total, scale)

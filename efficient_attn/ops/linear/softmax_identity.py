@@ -27,7 +27,7 @@ from torch import Tensor
 
 from efficient_attn.ops.alignment import first_columns, padded_rows
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
-from efficient_attn.ops.grouped_queries import fold, unfold
+from efficient_attn.ops.grouped_queries import unfold
 from efficient_attn.ops.linear.inputs import (
     LOG2_E,
     ExpKernel,
@@ -36,7 +36,6 @@ from efficient_attn.ops.linear.inputs import (
     chunks,
     new_outputs,
     power,
-    rows_of,
 )
 from efficient_attn.ops.linear.state import LinearState, finite, with_ones
 from efficient_attn.ops.paths import parts
@@ -154,7 +153,8 @@ def _mean_values(inputs: LinearInputs, w: Tensor) -> tuple[Tensor, Tensor]:
     """m [batch kv_heads features dim], and z [batch kv_heads features] without the constants of features."""
     factor, means, log_sums = math.sqrt(abs(inputs.scale)), None, None
     for part in _pieces(inputs.k, inputs, masked=inputs.key_mask is not None):
-        k, v = (_pad_width(inputs.real_rows(x, part), inputs) for x in (inputs.k, inputs.v))
+        rows = inputs.real_keys(part), inputs.real_rows(inputs.v, part)
+        k, v = (_pad_width(x, inputs) for x in rows)
         bias = torch.linalg.vector_norm(k, dim=-1).square_().mul_(-abs(inputs.scale) / 2)
         real = None if inputs.key_mask is None else inputs.key_mask[:, None, part]
         if real is not None:
@@ -189,7 +189,7 @@ def _read(inputs: LinearInputs, w: Tensor, means: Tensor, log_sums: Tensor) -> O
 
 def _read_rows(inputs: LinearInputs, part: slice, w: Tensor, means: Tensor, log_sums: Tensor) -> Outputs:
     """Outputs of a chunk of queries, grouped by key head."""
-    rows = _pad_width(fold(upcast(rows_of(inputs.q, part)), inputs.k.shape[1]), inputs)
+    rows = _pad_width(inputs.folded_queries(part), inputs)
     factor = math.sqrt(abs(inputs.scale))
     out, logarithm = cpu_flash.flash_rows(rows, w, means, log_sums.unsqueeze(-2), factor)
     logarithm = logarithm.unsqueeze(-1)
@@ -202,7 +202,7 @@ def _read_rows(inputs: LinearInputs, part: slice, w: Tensor, means: Tensor, log_
 
 def _pieces(x: Tensor, inputs: LinearInputs, *, masked: bool) -> list[slice]:
     length, untouched = x.shape[-2], x.dtype is upcast_dtype(x.dtype) and not masked
-    if untouched and inputs.q.shape[-1] == inputs.v.shape[-1]:
+    if inputs.transforms is None and untouched and inputs.q.shape[-1] == inputs.v.shape[-1]:
         return [slice(0, length)]
     return parts(length, PIECE)
 
@@ -233,7 +233,7 @@ def two_softmaxes_gradients(
     for part in chunks(inputs, inputs.q.shape[-2]):
         g = inputs.flatten_heads(grad_out, part)
         delta = (g * inputs.flatten_heads(out, part)).sum(dim=-1, keepdim=True)
-        rows = inputs.flatten_heads(inputs.q, part)
+        rows = inputs.flat_queries(part)
         offset = inputs.flatten_heads(logarithm, part).mul(-LOG2_E)
         p = power(kernel.query_exponents(rows, offset).add_(sums))
         grad = torch.baddbmm(delta, g, means.mT, beta=-1, out=kernel.buffer("gradients", rows)).mul_(p)

@@ -84,7 +84,7 @@ def trigonometric_attention(inputs: LinearInputs) -> tuple[Outputs, LinearState]
     state = _state(kernel)
     sums, outputs = state.sums.flatten(0, 1), new_outputs(inputs.q, inputs.v)
     for part in chunks(inputs, inputs.q.shape[-2]):
-        rows = inputs.flatten_heads(inputs.q, part)
+        rows = inputs.flat_queries(part)
         sums_of_rows = torch.bmm(kernel.features(rows, kernel.queries, rows.new_ones(())), sums)
         # The buffer of the logarithms holds the denominators until all are known.
         out, ones = (inputs.grouped(x)[..., part, :] for x in outputs[:2])
@@ -128,7 +128,7 @@ def trigonometric_gradients(
         logarithm, sign = outputs.normaliser(part, kv_heads)
         factor = exponential(reference - logarithm).mul_(sign).flatten(0, 1)
         g = output_gradients(grad_out, outputs.out, part, kv_heads).flatten(0, 1)
-        features = kernel.features(inputs.flatten_heads(inputs.q, part), kernel.queries, factor)
+        features = kernel.features(inputs.flat_queries(part), kernel.queries, factor)
         grad = torch.bmm(g, sums.mT, out=kernel.buffer_like(features))
         grad_q[..., part, :] = inputs.unflatten_heads(kernel.gradient(features, grad, kernel.queries))
         query_sums.baddbmm_(features.mT, g)
