@@ -4,6 +4,7 @@ Operations are counted for matrix products, two for each multiplication with its
 `operation_counts`: without masked entries, and without recomputation.
 """
 
+from bisect import bisect_left
 from typing import Any
 
 from efficient_attn.errors import OptionError
@@ -45,3 +46,19 @@ def call_flops(
         for matmul in matmuls
     )
     return 2 * batch * sum(adds)
+
+
+def fewer_products_from(spec: BackendSpec, exact: BackendSpec, *, head_dim: int = 64) -> int | None:
+    """Number of tokens from which a backend has fewer products than exact attention, counted.
+
+    Both attend in both directions, with default options. None: nothing is declared, or no length up to 2²⁴.
+    """
+    problem = AttentionProblem(head_dim=head_dim, num_heads=1)
+
+    def saves(tokens: int) -> bool:
+        ours, theirs = (call_flops(x, problem, x.options_type(), tokens) for x in (spec, exact))
+        return ours is not None and theirs is not None and ours < theirs
+
+    lengths = range(1, 2**24)
+    number = bisect_left(lengths, True, key=saves)
+    return lengths[number] if number < len(lengths) else None

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import efficient_attn as ea
 from efficient_attn.ops.linear import causal_exponential, scaled_chunks
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.theory.complexity import call_flops
+from efficient_attn.theory.complexity import call_flops, fewer_products_from
 
 BATCH, HEADS, KV_HEADS, TOKENS, HEAD_DIM, VALUE_DIM = 2, 4, 2, 13, 8, 5
 PERFORMERS = ("performer-positive", "performer-trig", "performer-hyperbolic")
@@ -127,3 +127,13 @@ def test_what_nobody_counted_is_unknown_and_what_cannot_be_counted_is_refused():
     assert call_flops(ea.build(lambda q, k, v: v, head_dim=HEAD_DIM).spec, problem, None, TOKENS) is None
     with pytest.raises(ea.OptionError, match="num_heads: give the problem one"):
         call_flops(exact, problem, exact.options_type(), TOKENS)
+
+
+def test_fewer_products_than_exact_attention_are_counted():
+    exact = ea.spec("exact")
+    # With d = 64: 2145 features, each in d + 1 sums of keys and d + 1 sums of a query; exact has 2 n d products.
+    assert fewer_products_from(ea.spec("linear-taylor-2"), exact) == 2145 * 2 * 65 // (2 * 64) + 1
+    # A window reads 257 keys but for the 128 · 129 that the first and last queries lack.
+    window = fewer_products_from(ea.spec("window"), exact, head_dim=8)
+    assert window == min(n for n in range(1, 999) if 257 * n - 128 * 129 < n * n and n > 257 // 2 + 1)
+    assert fewer_products_from(exact, exact) is None
