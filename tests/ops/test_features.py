@@ -10,8 +10,10 @@ from reference import random_mask, random_qkv, reference_attention
 
 import efficient_attn as ea
 from efficient_attn.ops.linear.features import DRAWS as DRAWS_OF_DIRECTIONS
-from efficient_attn.ops.linear.features import MAPS, draw_directions, haar_rotations
+from efficient_attn.ops.linear.features import MAPS, Features, draw_directions, haar_rotations
+from efficient_attn.ops.linear.inputs import ExpKernel, LinearInputs
 from efficient_attn.ops.linear.kernel import Moments, fit_full, fit_oprf, moments
+from efficient_attn.ops.linear.trigonometric import TrigKernel
 from efficient_attn.theory.kernel import ERRORS, log_orthogonal_error
 
 DRAWS, DIRECTIONS, DIM, ROTATIONS = 20_000, 4, 8, 4000
@@ -67,6 +69,42 @@ def test_features_estimate_the_kernel_without_bias_and_with_the_variance_of_the_
 def standard_errors(samples, expected):
     """How many standard errors the mean of independent samples lies from what is expected."""
     return ((samples.mean(0) - expected) / (samples.std(0) / len(samples) ** 0.5)).abs().max().item()
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+@pytest.mark.parametrize("kind", ["positive", "hyperbolic"])
+def test_exponents_in_powers_of_two_are_those_of_the_feature_map(kind, scale):
+    q, k, v = random_qkv(1, 2, 2, 9, 9, head_dim=DIM)
+    weights = torch.randn(2, 1, 2 * DIRECTIONS if kind == "hyperbolic" else DIRECTIONS, dtype=torch.float64)
+    w = draw_directions("iid", DIRECTIONS, DIM, seed=0)
+    inputs = LinearInputs(q, k, v, None, w, weights, None, kind, scale)
+    kernel, all_rows = ExpKernel(inputs), slice(None)
+    keys = kernel.key_exponents(k.flatten(0, 1)) * math.log(2)
+    torch.testing.assert_close(keys, inputs.key_features(inputs.key_rows(all_rows), all_rows).log_scale[0])
+    queries = kernel.query_exponents(q.flatten(0, 1)) * math.log(2)
+    torch.testing.assert_close(queries, inputs.query_features(inputs.query_rows(all_rows)).log_scale[0])
+
+
+def test_cosines_and_sines_by_tangents_are_those_of_the_feature_map():
+    q, k, v = random_qkv(1, 2, 2, 9, 9, head_dim=DIM)
+    w = draw_directions("iid", DIRECTIONS, DIM, seed=0)
+    inputs = LinearInputs(q, k, v, None, w, None, None, "trigonometric", -0.3)
+    kernel, rows = TrigKernel(inputs), inputs.query_rows(slice(None))
+    features = kernel.features(q.flatten(0, 1), kernel.queries, q.new_ones(())) / math.sqrt(DIRECTIONS)
+    torch.testing.assert_close(features, MAPS["trigonometric"].features(rows, w).values[0])
+
+
+@pytest.mark.parametrize("kind", [kind for kind, feature_map in MAPS.items() if feature_map.plain])
+def test_plain_features_are_the_same_map(kind):
+    x = torch.randn(2, 5, DIM, dtype=torch.float64)
+    x[0, 0, :2] = torch.tensor([0.0, -60.0])
+    full, plain = MAPS[kind], MAPS[MAPS[kind].plain]
+    features, values = full.features(x, None), plain.features(x, None)
+    torch.testing.assert_close(values.values, features.log_scale.exp())
+    grad = torch.randn_like(x)
+    # ∂ log φ = ∂φ / φ.
+    by_log = full.pullback(x, features, Features(grad * values.values, None), None)
+    torch.testing.assert_close(plain.pullback(x, values, Features(values.log_scale, grad), None), by_log)
 
 
 def test_rotations_are_uniform_to_fourth_moments_and_have_no_preferred_sign():

@@ -12,9 +12,9 @@ from small_backends import small_backend
 
 import efficient_attn as ea
 from efficient_attn.ops.linear import causal_exponential, scaled_chunks, weak_chunks
-from efficient_attn.ops.linear import inputs as linear_inputs
 from efficient_attn.ops.linear import state as linear_state
 from efficient_attn.ops.linear.causal import causal_linear_attention
+from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.paths import VARIABLE
 
 FEW = ("linear-elu", "linear-taylor-2", "performer-full", "performer-positive", "performer-trig")
@@ -75,7 +75,7 @@ def test_a_row_whose_features_are_small_where_those_of_its_key_are_large_reads_i
     q = torch.tensor([[-300.0, 0.0], [0.0, 0.0]])[None, None]
     k = torch.tensor([[0.0, -400.0], [-400.0, 0.0]])[None, None]
     v = torch.tensor([[1.0], [2.0]])[None, None]
-    inputs = linear_inputs.LinearInputs(q, k, v, None, None, None, None, "exponential", 1.0)
+    inputs = LinearInputs(q, k, v, None, None, None, None, "exponential", 1.0)
     out = causal_linear_attention(inputs).out.flatten()
     assert (out - torch.tensor([1.0, 1.5])).abs().max() <= 1e-6
 
@@ -170,3 +170,38 @@ def test_values_of_any_size_keep_their_digits_beside_large_and_small_features(si
     out, expected = output(q, k, v * size)
     # Exponents below 40 are rounded to 40 · 6e-8.
     assert worst_row(out.double() / size, expected / size).max() < 8 * 40 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sums_beyond_the_range_of_floats_are_taken_from_logarithms(causal, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
+    backend = ea.build("linear-elu", head_dim=2, causal=causal, scale=1.0)
+    # Sums of e⁻¹⁰⁰, where float32 ends at e⁻¹⁰³; sums of 1e40, beyond its largest number; ordinary sums.
+    for q, k in (
+        ([[-100.0, 0.0], [0.0, -99.0]], [[0.0, -100.0], [-2.0, -101.0]]),
+        ([[1e20, 1e20], [2e20, 1.0]], [[1e20, 0.0], [1.0, 1e20]]),
+        ([[-1.0, 0.5], [0.2, 3.0]], [[0.4, 0.1], [-1.0, 1.0]]),
+    ):
+        q, k = (torch.tensor(x)[None, None].requires_grad_() for x in (q, k))
+        v = torch.tensor([[1.0, 2.0], [3.0, -1.0]])[None, None].requires_grad_()
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        expected = output_and_gradients(partial(by_definition, backend), exact)
+        for actual, reference in zip(output_and_gradients(backend, (q, k, v)), expected, strict=True):
+            # Exponents of 100 are rounded to 100 · 6e-8. The definition has no gradient at 1e20.
+            assert (actual.double() - reference).nan_to_num().abs().max() <= 1e-4
+            assert actual.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_without_keys_do_not_count_as_sums_beyond_the_range(causal, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
+    kinds = []
+    for name in ("key_features", "query_gradient"):
+        method = getattr(LinearInputs, name)
+        monkeypatch.setattr(LinearInputs, name, lambda x, *y, f=method: kinds.append(x.kind) or f(x, *y))
+    q, k, v = (x.requires_grad_() for x in random_qkv(2, 2, 1, 90, 90))
+    # A sequence without keys, and another whose first rows see none.
+    mask = torch.arange(90) >= torch.tensor([[90], [40]])
+    backend = ea.build("linear-elu", head_dim=8, causal=causal)
+    output_and_gradients(partial(backend, key_mask=mask), (q, k, v))
+    assert set(kinds) == {"plain-elu"}

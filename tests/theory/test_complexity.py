@@ -131,7 +131,7 @@ def test_what_nobody_counted_is_unknown_and_what_cannot_be_counted_is_refused():
 
 def test_fewer_products_than_exact_attention_are_counted():
     exact = ea.spec("exact")
-    # With d = 64: 2145 features, each in d + 1 sums of keys and d + 1 sums of a query; exact has 2 n d products.
+    # 2145 features, each in 64 + 1 sums of keys and as many of a query; exact has 2 · 64 n products.
     assert fewer_products_from(ea.spec("linear-taylor-2"), exact) == 2145 * 2 * 65 // (2 * 64) + 1
     # A window reads 257 keys but for the 128 · 129 that the first and last queries lack.
     window = fewer_products_from(ea.spec("window"), exact, head_dim=8)
