@@ -54,7 +54,7 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(linear_inputs, "SHORTEST_CHUNK", 1)
         monkeypatch.setattr(linear_inputs, "LONGEST_CHUNK", tokens)
         for module in (softmax_identity, trigonometric):
-            monkeypatch.setattr(module, "PIECE", tokens)
+            monkeypatch.setattr(module, "CHUNK", tokens)
         for constant in ("CHUNK", "LARGE_CHUNK"):
             monkeypatch.setattr(scaled_chunks, constant, tokens)
         monkeypatch.setattr(scaled_chunks, "MULTIPLE", max(tokens // 2, 1))

@@ -102,23 +102,23 @@ def test_other_devices_compute_a_fixed_number_of_weak_chunks_again(monkeypatch):
 
 
 @pytest.mark.parametrize(("tiny", "norm"), [(0.25, 6.0), (None, 1.0)], ids=["halved", "whole"])
-def test_gradients_are_right_and_pieces_halved_where_exponential_features_are_large(tiny, norm, monkeypatch):
-    pieces, query_gradients = [], causal_exponential._query_gradients
+def test_gradients_are_right_and_chunks_halved_where_exponential_features_are_large(tiny, norm, monkeypatch):
+    chunks, query_gradients = [], causal_exponential._query_gradients
     monkeypatch.setenv(VARIABLE, "")
 
     def recorded(*args):
         actual = query_gradients(*args)
-        pieces.extend(actual[1])
+        chunks.extend(actual[1])
         return actual
 
-    # Results show no pieces.
+    # Results show no chunks.
     monkeypatch.setattr(causal_exponential, "_query_gradients", recorded)
     monkeypatch.setitem(linear_state.TINY, torch.float64, tiny or linear_state.TINY[torch.float64])
     backend, inputs = built("performer-positive", head_dim=8), [x.requires_grad_() for x in rising(norm)]
     results = output_and_gradients(backend, inputs)
     expected = output_and_gradients(partial(by_definition, backend), inputs)
     whole = math.ceil(150 / causal_exponential.BACKWARD_CHUNK)
-    assert len(pieces) > whole if tiny else len(pieces) == whole
+    assert len(chunks) > whole if tiny else len(chunks) == whole
     assert_near(results, expected, 1e-9)
 
 

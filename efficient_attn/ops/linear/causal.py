@@ -1,8 +1,14 @@
 """Causal linear attention, forward and backward, as registered operators.
 
-Exponential features on the CPU have an algorithm of their own, and on CUDA kernels that serve once they have
-passed their check there; all others go segment by segment. Memory excluding inputs, outputs and gradients
-does not depend on the length, but for the kernels, which store the state at every chunk.
+    call                                             algorithm
+    one token after a state, no mask                 `step`
+    CUDA, kernel that has passed its check there     `ops.cuda`, which stores the state at every chunk
+    CPU, exponential features of directions          `causal_exponential`, chunks in place
+    CPU, other exponents (elu, learned features)     `segments` of plain values; beyond their range of logarithms
+    all others                                       `segments`
+
+A segment holds chunks, whose states one scan yields; weak chunks are computed again by blocks. Memory
+excluding inputs, outputs and gradients does not depend on the length, but for the CUDA kernels.
 
 A decoding step is one token after a state, without a mask, in few operations. With positive features, m_f
 the mean value of the past keys and z_f the logarithm of their summed features, the state after a key with

@@ -176,8 +176,8 @@ def causal_exponential_gradients(
 ) -> CausalGradients:
     """Gradients with respect to q, k, v and, if `to_past`, `past`, the state before the first query."""
     rows = _Rows(inputs, grad_out, out, logarithm)
-    grad_q, pieces = _query_gradients(rows, past)
-    grad_k, grad_v, later = _key_gradients(rows, pieces)
+    grad_q, chunks = _query_gradients(rows, past)
+    grad_k, grad_v, later = _key_gradients(rows, chunks)
     past_sums = torch.zeros_like(past.sums) if to_past and past is not None else None
     if past is not None and past_sums is not None and later is not None:
         # A past key is visible to every row, so that these powers are at most 1.
@@ -244,12 +244,12 @@ def _query_gradients(rows: _Rows, past: LinearState | None) -> tuple[Tensor, lis
     return grad_q, taken
 
 
-def _key_gradients(rows: _Rows, pieces: list[slice]) -> tuple[Tensor, Tensor, Shifted | None]:
+def _key_gradients(rows: _Rows, chunks: list[slice]) -> tuple[Tensor, Tensor, Shifted | None]:
     """Gradients with respect to k and v, backwards in time, and the state of all queries."""
     inputs = rows.inputs
     grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[1:3])
     later: Shifted | None = None
-    for part in reversed(pieces):
+    for part in reversed(chunks):
         exponents, (g, delta) = rows.exponents(part), rows.deltas(part)
         state = empty_shifted(exponents, g.shape[-1]) if later is None else later
         p, here = rescaled(state, exponents)

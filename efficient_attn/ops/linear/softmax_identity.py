@@ -47,7 +47,7 @@ _PROGRAMS = 4
 LEAST_KEYS = 256
 # Tokens per kernel call if they have to be converted or masked first; otherwise one call takes all tokens.
 # From 768 rows on the kernel processes 256 rows at a time instead of 64.
-PIECE = 768
+CHUNK = 768
 
 
 def num_parts(keys: int, programs: int, multiprocessors: int) -> int:
@@ -152,7 +152,7 @@ def _padded_directions(inputs: LinearInputs) -> Tensor:
 def _mean_values(inputs: LinearInputs, w: Tensor) -> tuple[Tensor, Tensor]:
     """m [batch kv_heads features dim], and z [batch kv_heads features] without the constants of features."""
     factor, means, log_sums = math.sqrt(abs(inputs.scale)), None, None
-    for part in _pieces(inputs.k, inputs, masked=inputs.key_mask is not None):
+    for part in _chunks(inputs.k, inputs, masked=inputs.key_mask is not None):
         rows = inputs.real_keys(part), inputs.real_rows(inputs.v, part)
         k, v = (_pad_width(x, inputs) for x in rows)
         bias = torch.linalg.vector_norm(k, dim=-1).square_().mul_(-abs(inputs.scale) / 2)
@@ -176,13 +176,13 @@ def _mean_values(inputs: LinearInputs, w: Tensor) -> tuple[Tensor, Tensor]:
 def _read(inputs: LinearInputs, w: Tensor, means: Tensor, log_sums: Tensor) -> Outputs:
     """Attention of the queries to the directions, with the mean values of the keys."""
     w = w if inputs.scale > 0 else -w
-    pieces = _pieces(inputs.q, inputs, masked=False)
+    parts_of_q = _chunks(inputs.q, inputs, masked=False)
     # One call in the right dtype returns the output itself, without a copy.
-    if len(pieces) == 1 and inputs.q.dtype is means.dtype:
-        rows = _read_rows(inputs, pieces[0], w, means, log_sums)
+    if len(parts_of_q) == 1 and inputs.q.dtype is means.dtype:
+        rows = _read_rows(inputs, parts_of_q[0], w, means, log_sums)
         return Outputs(*(unfold(x, inputs.q.shape[1]).contiguous() for x in rows))
     outputs = new_outputs(inputs.q, inputs.v)
-    for part in pieces:
+    for part in parts_of_q:
         outputs.put(part, _read_rows(inputs, part, w, means, log_sums))
     return outputs
 
@@ -200,11 +200,11 @@ def _read_rows(inputs: LinearInputs, part: slice, w: Tensor, means: Tensor, log_
     return Outputs(out, logarithm, torch.zeros_like(logarithm, dtype=torch.bool))
 
 
-def _pieces(x: Tensor, inputs: LinearInputs, *, masked: bool) -> list[slice]:
+def _chunks(x: Tensor, inputs: LinearInputs, *, masked: bool) -> list[slice]:
     length, untouched = x.shape[-2], x.dtype is upcast_dtype(x.dtype) and not masked
     if inputs.transforms is None and untouched and inputs.q.shape[-1] == inputs.v.shape[-1]:
         return [slice(0, length)]
-    return parts(length, PIECE)
+    return parts(length, CHUNK)
 
 
 def _pad_width(x: Tensor, inputs: LinearInputs) -> Tensor:

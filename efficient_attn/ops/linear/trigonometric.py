@@ -25,7 +25,7 @@ from efficient_attn.ops.linear.state import (
 from efficient_attn.ops.paths import parts
 
 # Tokens per chunk for scales alone.
-PIECE = 512
+CHUNK = 512
 # Features per chunk of the backward pass, which holds gradients and angles too: its peak stays below 4 MiB.
 _FEATURES_BACK = 7 * 2**15
 
@@ -102,7 +102,7 @@ def trigonometric_attention(inputs: LinearInputs) -> tuple[Outputs, LinearState]
 def _state(kernel: TrigKernel) -> LinearState:
     """The state of all keys."""
     inputs = kernel.inputs
-    scales = torch.cat([kernel.log_scales(part) for part in parts(inputs.k.shape[-2], PIECE)], dim=-2)
+    scales = torch.cat([kernel.log_scales(part) for part in parts(inputs.k.shape[-2], CHUNK)], dim=-2)
     reference = scales.amax(dim=-2, keepdim=True)
     weights = exponential(scales.sub_(finite(reference)))
     sums = weights.new_zeros(len(weights), 2 * kernel.directions, inputs.v.shape[-1])
