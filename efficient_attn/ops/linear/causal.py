@@ -4,7 +4,7 @@
     one token after a state, no mask                 `step`
     CUDA, kernel that has passed its check there     `ops.cuda`, which stores the state at every chunk
     CPU, exponential features of directions          `causal_exponential`, chunks in place
-    CPU, other exponents (elu, learned features)     `segments` of plain values; beyond their range of logarithms
+    CPU, other exponents (elu, learned features)     `segments` of plain values, or of logarithms
     all others                                       `segments`
 
 A segment holds chunks, whose states one scan yields; weak chunks are computed again by blocks. Memory
