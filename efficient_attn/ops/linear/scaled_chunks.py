@@ -23,7 +23,7 @@ from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.linear.features import Features
-from efficient_attn.ops.linear.inputs import LinearInputs, held_tokens
+from efficient_attn.ops.linear.inputs import LinearInputs, held_tokens, rows_of
 from efficient_attn.ops.linear.state import LinearState, with_ones
 from efficient_attn.ops.paths import parts, tuned_for_cpu
 
@@ -196,8 +196,8 @@ class Segment(NamedTuple):
         if missing:
             mask = inputs.q.new_ones(len(inputs.q), tokens, dtype=torch.bool) if mask is None else mask
             mask = F.pad(mask, (0, missing))
-        q = _padded(inputs.q[..., part, :], missing)
-        k, v = (_padded(x[..., positions, :], missing) for x in (inputs.k, inputs.v))
+        q = _padded(rows_of(inputs.q, part), missing)
+        k, v = (_padded(rows_of(x, positions), missing) for x in (inputs.k, inputs.v))
         return cls(inputs._replace(q=q, k=k, v=v, key_mask=mask), part, positions, size)
 
     def query_rows(self) -> Tensor:
@@ -225,7 +225,7 @@ class Segment(NamedTuple):
     def key_gradient(self, rows: Tensor, features: Features, grad: Features) -> Tensor:
         """Gradient with respect to the keys [batch kv_heads tokens head_dim], from their features'."""
         whole = (_each(x, _whole, self.inputs.k.shape[1]) for x in (features, grad))
-        return self.inputs.key_gradient(rows, *whole)[..., : self._length, :]
+        return rows_of(self.inputs.key_gradient(rows, *whole), slice(0, self._length))
 
     def values(self) -> Tensor:
         """Values with a column of ones, in chunks."""
@@ -233,11 +233,11 @@ class Segment(NamedTuple):
 
     def value_gradient(self, grad: Tensor) -> Tensor:
         """Gradient with respect to the values, [batch kv_heads tokens value_dim], from that in chunks."""
-        return _whole(grad, self.inputs.k.shape[1])[..., : self._length, :]
+        return rows_of(_whole(grad, self.inputs.k.shape[1]), slice(0, self._length))
 
     def rows(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """Rows of this segment in chunks, out of [batch heads q_tokens dim]."""
-        padded = _padded(upcast(x[..., self.part, :]), self.inputs.q.shape[-2] - self._length, fill)
+        padded = _padded(upcast(rows_of(x, self.part)), self.inputs.q.shape[-2] - self._length, fill)
         return _flat(self._by_chunks(padded), self.size * self.inputs.group)
 
     def tokens(self, rows: Tensor) -> Tensor:
@@ -249,12 +249,16 @@ class Segment(NamedTuple):
         return self.part.stop - self.part.start
 
     def _tokens(self, rows: Tensor) -> Tensor:
-        chunks = rows.unflatten(2, (-1, self.inputs.group, self.size))
-        return chunks.transpose(2, 3).flatten(3, 4).flatten(1, 2)[..., : self._length, :]
+        if self.inputs.group > 1:
+            chunks = rows.unflatten(2, (-1, self.inputs.group, self.size))
+            rows = chunks.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        return rows_of(rows, slice(0, self._length))
 
     def _by_chunks(self, x: Tensor) -> Tensor:
         """[batch heads tokens dim] as [batch kv_heads chunks·group·size dim]."""
         groups = (self.inputs.k.shape[1], self.inputs.group)
+        if self.inputs.group == 1:
+            return x
         chunks = x.unflatten(1, groups).unflatten(3, (x.shape[2] // self.size, self.size))
         return chunks.transpose(2, 3).flatten(2, 4)
 

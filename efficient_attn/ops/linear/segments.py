@@ -25,7 +25,7 @@ from torch import Tensor
 from efficient_attn.ops.dtypes import upcast_dtype
 from efficient_attn.ops.linear.features import Features
 from efficient_attn.ops.linear.full import key_gradients
-from efficient_attn.ops.linear.inputs import LinearInputs, Outputs
+from efficient_attn.ops.linear.inputs import LinearInputs, Outputs, rows_of
 from efficient_attn.ops.linear.scaled_chunks import (
     UNSEEN,
     ScaledKeys,
@@ -126,7 +126,7 @@ def _read_chunk(queries: ScaledQueries, keys: ScaledKeys, values: Tensor, *, uns
     visible = visible_scale(keys, queries.weights.shape[-2])
     # Exponents of visible keys are at most 0; the others, excluded below, stay finite for a gradient's sake.
     # The bound lies above 0, since the derivative of a clamp at its bound depends on torch's version.
-    factors = (keys.log_scale.mT - floor(visible[..., :size, :])).clamp_max(1.0).exp()
+    factors = (keys.log_scale.mT - floor(rows_of(visible, slice(0, size)))).clamp_max(1.0).exp()
     scores = (queries.weights @ keys.weights.mT).unflatten(-2, (-1, size))
     sums = (scores * factors.unsqueeze(-3)).tril().flatten(-3, -2) @ values
     return ScaledSums(sums, visible if queries.log_scale is None else visible + queries.log_scale)
