@@ -16,7 +16,6 @@ from efficient_attn.ops.linear.inputs import FIELDS, LinearInputs, Outputs, chun
 from efficient_attn.ops.linear.softmax_identity import suits, two_softmaxes, two_softmaxes_gradients
 from efficient_attn.ops.linear.state import (
     LinearState,
-    at_reference,
     divide,
     feature_gradients,
     finite,
@@ -26,6 +25,8 @@ from efficient_attn.ops.linear.state import (
     normalised,
     output_gradients,
     query_weights,
+    read_gradients,
+    row_factors,
     sees,
     summarise,
     with_ones,
@@ -143,11 +144,16 @@ def query_gradients(
         rows = inputs.query_rows(part)
         features = inputs.query_features(rows)
         logarithm, sign = outputs.normaliser(part, kv_heads)
-        queries = normalised(features, finite(state.log_scale) - logarithm, sign)
+        offset = finite(state.log_scale) - logarithm
         g = output_gradients(grad_out, outputs.out, part, kv_heads)
-        grad = inputs.query_gradient(rows, features, feature_gradients(queries, g @ state.sums.mT))
-        grad_q[..., part, :] = unfold(grad, inputs.q.shape[1])
-        query_sums += queries.weights.mT @ g
+        if features.values is None:
+            queries = normalised(features, offset, sign)
+            weights, grads = queries.weights, feature_gradients(queries, g @ state.sums.mT)
+        else:
+            g = g * row_factors(offset, sign)
+            weights, grads = features.values, features._replace(values=g @ state.sums.mT)
+        grad_q[..., part, :] = unfold(inputs.query_gradient(rows, features, grads), inputs.q.shape[1])
+        query_sums += weights.mT @ g
     return grad_q, query_sums
 
 
@@ -157,10 +163,10 @@ def key_gradients(inputs: LinearInputs, reference: Tensor, query_sums: Tensor) -
     for part in chunks(inputs, inputs.k.shape[-2]):
         rows = inputs.key_rows(part)
         features = inputs.key_features(rows, part)
-        keys = at_reference(features, -finite(reference))
-        grad_weights = with_ones(inputs.real_rows(inputs.v, part)) @ query_sums.mT
-        grad_k[..., part, :] = inputs.key_gradient(rows, features, feature_gradients(keys, grad_weights))
-        grad_v[..., part, :] = keys.weights @ query_sums[..., :-1]
+        values = with_ones(inputs.real_rows(inputs.v, part))
+        grads, grad_values = read_gradients(features, values, -finite(reference), query_sums)
+        grad_k[..., part, :] = inputs.key_gradient(rows, features, grads)
+        grad_v[..., part, :] = grad_values
     return grad_k, grad_v
 
 

@@ -4,12 +4,12 @@ Tensors in chunks are [flat_heads chunks rows …]. A chunk of queries holds the
 group, then of the second. Scales are whole numbers, so that their sums and differences have no rounding, even
 far from 0.
 
-A scan turns the sums of chunks into states. With S_j the sums of chunk j relative to e^(r_j), feature by
-feature, the state after chunk n is
+With S_j the sums of chunk j relative to e^(r_j), feature by feature, the state after chunk n is
 
     R_n = max_{j≤n} r_j,   P_n = Σ_{j≤n} e^(r_j − R_n) S_j:
 
-for each feature one lower-triangular matrix of factors times the sums of all chunks.
+on the CPU chunk after chunk, elsewhere a scan: for each feature one lower-triangular matrix of factors times
+the sums of all chunks.
 """
 
 import math
@@ -132,25 +132,42 @@ def visible_scale(keys: ScaledKeys, rows: int) -> Tensor:
 
 def running_states(
     states: LinearState, first: LinearState, *, reverse: bool = False, unscaled: bool = False
-) -> LinearState:
-    """A state [batch kv_heads …] and the state after each further chunk, [flat_heads chunks+1 …].
+) -> tuple[LinearState, LinearState]:
+    """States before each chunk, [flat_heads chunks …], and the state after all, [batch kv_heads …].
 
     Args:
-        reverse: Whether the first state follows the last chunk, and states begin with each chunk.
+        first: State before the first chunk, [batch kv_heads …].
+        reverse: Whether the first state follows the last chunk, and states are those after each chunk.
         unscaled: Whether every scale is 1, see `FeatureMap`.
     """
-    if reverse:
-        turned = running_states(LinearState(*(x.flip(1) for x in states)), first)
-        return LinearState(*(x.flip(1) for x in turned))
+    heads = first.sums.shape[:2]
     first = LinearState(*(x.flatten(0, 1).unsqueeze(1) for x in first))
-    if unscaled and tuned_for_cpu(first.sums):
-        # A cumulative sum over the chunks takes four times as long on the CPU.
-        sums = accumulate(states.sums.split(1, dim=1), torch.add, initial=first.sums)
-        scales = torch.cat([states.log_scale[:, :1], states.log_scale], dim=1)
-        return LinearState(torch.cat([*sums], dim=1), scales)
-    states = LinearState(*(torch.cat(pair, dim=1) for pair in zip(first, states, strict=True)))
-    if unscaled:
-        return LinearState(states.sums.cumsum(dim=1), torch.zeros_like(states.log_scale))
+    if tuned_for_cpu(first.sums):
+        chunks = [LinearState(*pair) for pair in zip(*(x.split(1, dim=1) for x in states), strict=True)]
+        join = _added if unscaled else _joined
+        *running, last = accumulate(reversed(chunks) if reverse else chunks, join, initial=first)
+        ordered = zip(*(reversed(running) if reverse else running), strict=True)
+        before = LinearState(*(x[0] if len(x) == 1 else torch.cat(x, dim=1) for x in ordered))
+    else:
+        turned = LinearState(*(x.flip(1) for x in states)) if reverse else states
+        scanned = _scan(LinearState(*(torch.cat(pair, dim=1) for pair in zip(first, turned, strict=True))))
+        before, last = map(LinearState._make, zip(*(x.tensor_split([-1], 1) for x in scanned), strict=True))
+        before = LinearState(*(x.flip(1) for x in before)) if reverse else before
+    return before, LinearState(*(x.squeeze(1).unflatten(0, heads) for x in last))
+
+
+def _added(left: LinearState, right: LinearState) -> LinearState:
+    return LinearState(left.sums + right.sums, right.log_scale)
+
+
+def _joined(left: LinearState, right: LinearState) -> LinearState:
+    reference = torch.maximum(left.log_scale.detach(), right.log_scale.detach())
+    factors = [(state.log_scale - floor(reference)).exp().mT for state in (left, right)]
+    return LinearState(torch.addcmul(factors[0] * left.sums, factors[1], right.sums), reference)
+
+
+def _scan(states: LinearState) -> LinearState:
+    """The state up to each chunk, in one product."""
     reference = states.log_scale.detach().cummax(dim=1).values
     # [flat_heads features|1 chunks …]: with one scale for all features their sums are one row.
     scales, upto = (x.squeeze(2).mT for x in (states.log_scale, reference))

@@ -47,7 +47,8 @@ from efficient_attn.ops.linear.state import (
     divide,
     feature_gradients,
     log_sum,
-    normalised,
+    read_gradients,
+    row_factors,
 )
 from efficient_attn.ops.linear.weak_chunks import (
     ScaledSums,
@@ -102,9 +103,7 @@ def keys_of(segment: Segment, past: LinearState) -> Keys:
     features = segment.key_features(rows)
     scaled = scaled_keys(features)
     unscaled = segment.inputs.map.unscaled
-    running = running_states(states(scaled, values, unscaled=unscaled), past, unscaled=unscaled)
-    before, after = (LinearState(*(x[:, chunk] for x in running)) for chunk in (slice(0, -1), -1))
-    after = LinearState(*(x.unflatten(0, segment.inputs.k.shape[:2]) for x in after))
+    before, after = running_states(states(scaled, values, unscaled=unscaled), past, unscaled=unscaled)
     return Keys(rows, features, values, scaled, before, after)
 
 
@@ -219,8 +218,12 @@ def _rows(segment: Segment, grad_out: Tensor, outputs: Outputs) -> Rows:
 def _within_chunks(segment: Segment, rows: Rows, past: LinearState, grads: tuple[Tensor, ...]) -> LinearState:
     """Write gradients from earlier keys and from pairs of the same chunk. Return the state after them."""
     keys = keys_of(segment, past)
-    earlier = normalised(rows.features, floor(keys.before.log_scale) - rows.logarithm, rows.sign)
-    grad_q = feature_gradients(earlier, rows.g @ keys.before.sums.mT)
+    offset = floor(keys.before.log_scale) - rows.logarithm
+    if rows.features.values is None:
+        grad_q = feature_gradients(at_reference(rows.features, offset), rows.g @ keys.before.sums.mT)
+    else:
+        g = rows.g * row_factors(offset, rows.sign)
+        grad_q = rows.features._replace(values=g @ keys.before.sums.mT)
     pairs = _pairs(rows, keys)
     grad_q = _sum(grad_q, pairs.grad_queries)
     grad_q_rows = segment.query_gradient(rows.queries, rows.features, grad_q)
@@ -285,18 +288,19 @@ def _with_weak_chunks(pairs: Pairs, weak_rows: Tensor, rows: Rows, keys: Keys) -
 def _from_later(segment: Segment, rows: Rows, later: LinearState, grads: tuple[Tensor, ...]) -> LinearState:
     """Add the gradients from queries of later chunks. Return the state of all queries from the segment on."""
     largest = (rows.features.log_scale - rows.logarithm).amax(dim=-2, keepdim=True)
-    queries = normalised(rows.features, -floor(largest) - rows.logarithm, rows.sign)
-    sums = LinearState(queries.weights.mT @ rows.g, largest)
-    running = running_states(sums, later, reverse=True)
+    offset = -floor(largest) - rows.logarithm
+    if rows.features.values is None:
+        sums = LinearState(at_reference(rows.features, offset).weights.mT @ rows.g, largest)
+    else:
+        g = rows.g * row_factors(offset, rows.sign)
+        sums = LinearState(rows.features.values.mT @ g, largest)
+    after, whole = running_states(sums, later, reverse=True)
     key_rows = segment.key_rows()
     features = segment.key_features(key_rows)
-    reference, sums_after = running.log_scale[:, 1:], running.sums[:, 1:]
-    scaled = at_reference(features, floor(reference))
-    grad = feature_gradients(scaled, segment.values() @ sums_after.mT)
-    grad_v = scaled.weights @ sums_after[..., :-1]
+    grad, grad_v = read_gradients(features, segment.values(), floor(after.log_scale), after.sums)
     grads[1][..., segment.positions, :] += segment.key_gradient(key_rows, features, grad)
     grads[2][..., segment.positions, :] += segment.value_gradient(grad_v)
-    return LinearState(*(x[:, 0].unflatten(0, segment.inputs.k.shape[:2]) for x in running))
+    return whole
 
 
 def _gradients(weights: Tensor, grad_weights: Tensor, features: Features, lift: float) -> Features:

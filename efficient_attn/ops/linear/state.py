@@ -193,12 +193,38 @@ def normalised(queries: Features, offset: Tensor, sign: Tensor | None) -> Scaled
     return scaled if sign is None else Scaled(*(x * sign for x in scaled if x is not None))
 
 
+def row_factors(offset: Tensor, sign: Tensor | None) -> Tensor:
+    """Factors exp(offset) and signs of the rows of queries with values, [… rows 1].
+
+    They multiply the rows of g, which are shorter than features.
+    """
+    return exponential(offset) if sign is None else exponential(offset) * sign
+
+
 def feature_gradients(scaled: Scaled, grad_weights: Tensor) -> Features:
     """Gradients with respect to logarithmic scale and values, from the gradient of the weights."""
     grad_log_scale = scaled.weights * grad_weights
     if scaled.scale is None:
         return Features(grad_log_scale, None)
     return Features(grad_log_scale.sum(dim=-1, keepdim=True), scaled.scale * grad_weights)
+
+
+def read_gradients(
+    keys: Features, values: Tensor, offset: Tensor, query_sums: Tensor
+) -> tuple[Features, Tensor]:
+    """Gradients of key features and of values, from sums over queries, [… features value_dim+1].
+
+    Args:
+        values: Values and ones, [… rows value_dim+1].
+        offset: Logarithmic factor on the features.
+    """
+    if keys.values is None:
+        scaled = at_reference(keys, offset)
+        return feature_gradients(scaled, values @ query_sums.mT), scaled.weights @ query_sums[..., :-1]
+    scale = exponential(keys.log_scale + offset)
+    grad = (values * scale) @ query_sums.mT
+    grad_log_scale = (keys.values * grad).sum(dim=-1, keepdim=True)
+    return Features(grad_log_scale, grad), keys.values @ query_sums[..., :-1] * scale
 
 
 def output_gradients(grad_out: Tensor, out: Tensor, part: slice, kv_heads: int) -> Tensor:
