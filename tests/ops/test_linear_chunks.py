@@ -12,16 +12,26 @@ from small_backends import small_backend
 
 import efficient_attn as ea
 from efficient_attn.ops.linear import causal_exponential, scaled_chunks, weak_chunks
+from efficient_attn.ops.linear import inputs as linear_inputs
 from efficient_attn.ops.linear import state as linear_state
 from efficient_attn.ops.linear.causal import causal_linear_attention
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.paths import VARIABLE
 
+# Path of the CPU when sums of plain features leave the range of floats.
+LOGARITHMS = "logarithms"
 FEW = ("linear-elu", "linear-taylor-2", "performer-full", "performer-positive", "performer-trig")
 NAMES = [name for name in ea.list_backends() if name.startswith(("linear-", "performer-"))]
-SCALED = [("linear-elu", ""), ("linear-elu", "torch"), ("performer-positive", "torch")]
+SCALED = [*(("linear-elu", path) for path in ("", "torch", LOGARITHMS)), ("performer-positive", "torch")]
 WAYS = [("", None, False), ("", -0.4, False), ("", -0.4, True), ("torch", None, False), ("torch", -0.4, True)]
 LINEAR = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in NAMES]
+
+
+def take(path, monkeypatch):
+    """Take the path of the CPU (""), of other devices ("torch") or of logarithms."""
+    monkeypatch.setenv(VARIABLE, path.removeprefix(LOGARITHMS))
+    if path == LOGARITHMS:
+        monkeypatch.setattr(linear_inputs, "RANGE", dict.fromkeys(linear_inputs.RANGE, 0.0))
 
 
 def built(name, scale=None, *, head_dim=4, causal=True):
@@ -31,7 +41,7 @@ def built(name, scale=None, *, head_dim=4, causal=True):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(("name", "path"), SCALED)
 def test_scales_far_from_zero_lose_no_digits(name, path, dtype, monkeypatch):
-    monkeypatch.setenv(VARIABLE, path)
+    take(path, monkeypatch)
     backend = built(name)
     tensors = [x.to(dtype).requires_grad_() for x in random_qkv(2, 4, 2, 192, 192, head_dim=4)]
     actual = output_and_gradients(backend.to(dtype), tensors)
@@ -170,6 +180,17 @@ def test_values_of_any_size_keep_their_digits_beside_large_and_small_features(si
     out, expected = output(q, k, v * size)
     # Exponents below 40 are rounded to 40 · 6e-8.
     assert worst_row(out.double() / size, expected / size).max() < 8 * 40 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("path", ["", "torch", LOGARITHMS])
+def test_small_upstream_gradients_keep_their_digits(path, monkeypatch):
+    take(path, monkeypatch)
+    q, k, v = (x.float().requires_grad_() for x in random_qkv(1, 2, 2, 40, 40))
+    upstream = torch.randn(1, 2, 40, v.shape[-1])
+    out = ea.build("linear-elu", head_dim=q.shape[-1], causal=True)(q, k, v)
+    whole, small = (torch.autograd.grad(out, (q, k, v), upstream * x, retain_graph=True) for x in (1, 2.0**-40))
+    for x, y in zip(whole, small, strict=True):
+        torch.testing.assert_close(x, y * 2.0**40)
 
 
 @pytest.mark.parametrize("causal", [False, True])
