@@ -188,8 +188,9 @@ def test_small_upstream_gradients_keep_their_digits(path, monkeypatch):
     q, k, v = (x.float().requires_grad_() for x in random_qkv(1, 2, 2, 40, 40))
     upstream = torch.randn(1, 2, 40, v.shape[-1])
     out = ea.build("linear-elu", head_dim=q.shape[-1], causal=True)(q, k, v)
-    whole, small = (torch.autograd.grad(out, (q, k, v), upstream * x, retain_graph=True) for x in (1, 2.0**-40))
-    for x, y in zip(whole, small, strict=True):
+    factors = 1.0, 2.0**-40
+    pair = (torch.autograd.grad(out, (q, k, v), upstream * x, retain_graph=True) for x in factors)
+    for x, y in zip(*pair, strict=True):
         torch.testing.assert_close(x, y * 2.0**40)
 
 
