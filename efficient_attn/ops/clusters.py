@@ -11,21 +11,24 @@ queries, whose entries count as uncorrelated: ½ Σ_d s_d Σ_dd.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import product
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.alignment import MASKED, after, aligned, alignment, bias_of, biased_rows, padded_rows
-from efficient_attn.ops.dtypes import upcast
+from efficient_attn.ops.alignment import MASKED, Alignment, aligned, alignment, bias_of, padded_rows
+from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
+from efficient_attn.ops.linear.inputs import Scratch
 from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
+from efficient_attn.ops.softmax.biased import eager
 from efficient_attn.shapes import KeyMask, Keys, Queries, Values
 
-# Numbers per step on the CPU, so that they stay in cache: in the keys and values of the heads, and in the
-# summaries of the blocks, with bounds of the number of blocks.
-_HEADS, _GROUP, _FEWEST, MOST_BLOCKS = 1 << 20, 1 << 19, 2, 16
+# Numbers per step on the CPU, in keys and values and in summaries, so that a call needs few MiB.
+_KEYS, _SUMMARIES = 9 << 14, 9 << 15
+# Most blocks of a step on the CPU, and most parts of a longer stretch of blocks.
+MOST_BLOCKS, MOST_PARTS = 32, 16
 
 
 def window_clusters(
@@ -47,270 +50,266 @@ def window_clusters(
         positions: See `Alignment`.
         total: Sum over the ranks that hold the other queries, or None.
     """
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    scratch = Scratch() if tuned_for_cpu(q) and eager(q, k, v) and not trained else None
+    number = min(clusters, k.shape[2])
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        inputs = alignment(upcast(q) * scale, k, v, key_mask, positions)
-        k, v, real = inputs.k, inputs.v, inputs.real
-        number = min(clusters, k.shape[2])
-        chosen = nearest_keys(k.detach(), real, number)
-        # Summaries belong to the queries of one head, even if other heads share its keys.
-        if q.shape[1] > k.shape[1]:
-            k, v, chosen = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, chosen))
-        real_queries = None
-        if key_mask is not None:
-            real_queries = torch.cat([real[:, span.start : span.stop] for span in inputs.positions], dim=1)
-        queries = query_moments(inputs.q, real_queries, total)
-        members = weighted_keys(k, v, real, chosen, queries, number)
-        outs = []
+    def parts(inputs: Alignment) -> Iterator[Tensor]:
+        """Outputs of consecutive queries."""
+        shape = inputs.q.shape[:2]
+        numbers = shape.numel() * (k.shape[3] + v.shape[3])
+        step, group = step_capacity(numbers), step_capacity(numbers * number)
+        if scratch is not None:
+            step = max(1, _KEYS // numbers)
+            group = min(MOST_BLOCKS, max(2, _SUMMARIES // (numbers * number)))
+        real = torch.cat([inputs.real[:, span.start : span.stop] for span in inputs.positions], dim=1)
+        queries = query_moments(inputs.q, real, scale, step, total)
+        members = clustered_keys(inputs, queries, number, step, scratch)
         for rows, span in inputs.runs():
-            begin, end = span.start // block, -(-span.stop // block)
-            group = _group(members.top.numel() * (k.shape[3] + v.shape[3]), end - begin, k)
-            outside = beyond_slices(members, block, group=group, begin=begin, end=end)
-            summaries = (summarise_clusters(sums, members.top, queries, k.shape[3]) for sums in outside)
-            before = span.start - begin * block
-            out = read_slices(after(rows, before), k, v, real, summaries, block, group=group, begin=begin)
-            # A slice of all rows would be an operator of its own in the backward pass.
-            outs.append(out[:, :, before:] if before else out)
-        return inputs.restored(outs).to(q.dtype)
+            blocks = range(span.start // block, -(-span.stop // block))
+            for stretch, sums in beyond_slices(members, blocks, block, group):
+                out = read_slices(rows.flatten(0, 1), span, members, sums, stretch, block, scale)
+                yield out.unflatten(0, shape)
 
-    return by_heads(attend, q, k, v)
-
-
-def by_heads(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Outputs, with as many heads per step as fit in cache, or in memory on other devices."""
-    numbers = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
-    heads = max(1, _HEADS // numbers) if tuned_for_cpu(k) else step_capacity(numbers)
-    if heads >= k.shape[1]:
-        return attend(q, k, v)
-    rows = heads * (q.shape[1] // k.shape[1])
-    parts = zip(q.split(rows, dim=1), k.split(heads, dim=1), v.split(heads, dim=1), strict=True)
-    return torch.cat([attend(*part) for part in parts], dim=1)
+    if scratch is None:
+        inputs = alignment(q, k, v, key_mask, positions)
+        return inputs.restored(list(parts(inputs))).to(q.dtype)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    for entries, heads, kv_heads in _steps(q, k, v):
+        mask, target = None if key_mask is None else key_mask[entries], out[entries, heads]
+        inputs = alignment(q[entries, heads], k[entries, kv_heads], v[entries, kv_heads], mask, positions)
+        rows = target if inputs.shift is None else out.new_empty(*inputs.q.shape[:3], v.shape[3])
+        begin = 0
+        for part in parts(inputs):
+            rows[:, :, begin : begin + part.shape[2]] = part
+            begin += part.shape[2]
+        if inputs.shift is not None:
+            target.copy_(inputs.restored([rows]))
+    return out
 
 
-def _group(numbers: int, blocks: int, k: Tensor) -> int:
-    """Number of blocks per step, from the size of one block's summaries."""
-    if not tuned_for_cpu(k):
-        return min(blocks, step_capacity(numbers))
-    return min(blocks, MOST_BLOCKS, max(_FEWEST, _GROUP // numbers))
+def _steps(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice, slice]]:
+    """Batch entries, heads and key heads of a step, at least one head."""
+    (batch, heads), group = q.shape[:2], q.shape[1] // k.shape[1]
+    pairs = max(1, _KEYS // (k.shape[2] * (k.shape[3] + v.shape[3])))
+    entries, rows = max(1, pairs // heads), max(1, min(pairs, heads) // group * group)
+    for entry, head in product(range(0, batch, entries), range(0, heads, rows)):
+        kv_heads = slice(head // group, -(-(head + rows) // group))
+        yield slice(entry, entry + entries), slice(head, head + rows), kv_heads
 
 
 @torch.no_grad()
-def nearest_keys(keys: Tensor, real: Tensor, clusters: int) -> Tensor:
+def nearest_keys(keys: Tensor, real: Tensor, clusters: int, step: int) -> Tensor:
     """Cluster of every key, the nearest of `clusters` evenly spaced real keys, [batch heads tokens].
 
     Args:
         keys: [batch heads tokens dim].
         real: bool [batch tokens]. Clusters of masked keys are arbitrary.
+        step: Number of tokens at a time.
     """
     last = (real.sum(dim=-1, keepdim=True) - 1).clamp_min(0)
     # With fewer real keys than clusters, positions are repeated.
     rank = torch.arange(clusters, device=real.device) * last // max(clusters - 1, 1)
     at = torch.searchsorted(real.cumsum(dim=-1), rank + 1).clamp_max(real.shape[-1] - 1)
-    centres = keys.gather(2, at[:, None, :, None].expand(*keys.shape[:2], -1, keys.shape[3]))
+    centres = keys.gather(2, at[:, None, :, None].expand(*keys.shape[:2], -1, keys.shape[3])).flatten(0, 1)
     # argmin_c |k − c|² = argmax_c k·c − |c|²/2
-    half_squares = centres.square().sum(dim=-1)[:, :, None] / 2
-    products = torch.baddbmm(
-        half_squares.flatten(0, 1), keys.flatten(0, 1), centres.flatten(0, 1).mT, beta=-1
-    )
-    return products.argmax(dim=-1).unflatten(0, keys.shape[:2])
+    half_squares = centres.square().sum(dim=-1)[:, None] / 2
+    parts = keys.flatten(0, 1).split(step, dim=1)
+    # On the CPU the largest products are found faster than their indices alone.
+    chosen = [torch.baddbmm(half_squares, part, centres.mT, beta=-1).max(dim=-1).indices for part in parts]
+    return torch.cat(chosen, dim=1).unflatten(0, keys.shape[:2])
 
 
 class QueryMoments(NamedTuple):
     """Mean and variance of a head's queries, scaled as in the scores.
 
     Attributes:
-        mean: [batch heads 1 head_dim].
-        variance: Variance of each entry, [batch heads 1 head_dim].
+        mean: [batch·heads 1 head_dim].
+        half_variance: Half the variance of each entry, [batch·heads 1 head_dim].
     """
 
     mean: Tensor
-    variance: Tensor
+    half_variance: Tensor
 
 
 def query_moments(
-    q: Tensor, real: Tensor | None, total: Callable[[Tensor], Tensor] | None = None
+    q: Tensor, real: Tensor, scale: float, step: int, total: Callable[[Tensor], Tensor] | None
 ) -> QueryMoments:
     """Mean and variance over the real queries.
 
     Args:
-        q: [batch heads tokens head_dim].
-        real: bool [batch tokens]; None: all are real.
+        q: [batch heads tokens head_dim], not scaled yet.
+        real: bool [batch tokens].
+        step: Number of tokens at a time.
         total: Sum over the ranks that hold the other queries; None: there are none.
     """
-    if real is None and total is None:
-        variance, mean = torch.var_mean(q, dim=2, correction=0, keepdim=True)
-        return QueryMoments(mean, variance)
-    if real is None:
-        real = q.new_ones(q.shape[0], q.shape[2], dtype=torch.bool)
     total = total or (lambda x: x)
+    parts = list(zip(q.split(step, dim=2), real.split(step, dim=1), strict=True))
+    count = total(real.sum(dim=1, dtype=upcast_dtype(q.dtype)))[:, None, None, None].clamp_min(1)
     # Masking rather than a product with zero, since a padded query may be NaN.
-    padding = ~real[:, None, :, None]
-    count = total(real.sum(dim=-1).to(q.dtype)[:, None, None, None]).clamp_min(1)
-    q = q.masked_fill(padding, 0.0)
-    mean = total(q.sum(dim=2, keepdim=True)) / count
-    squares = (q - mean).square().masked_fill(padding, 0.0)
-    return QueryMoments(mean, total(squares.sum(dim=2, keepdim=True)) / count)
+    sums = [zero_masked(upcast(x), mask).sum(dim=2, keepdim=True) for x, mask in parts]
+    mean = total(sum(sums[1:], sums[0])) / count
+    squares = [zero_masked(upcast(x) - mean, mask).square().sum(dim=2, keepdim=True) for x, mask in parts]
+    variance = total(sum(squares[1:], squares[0])) / count
+    return QueryMoments((mean * scale).flatten(0, 1), (variance * (scale**2 / 2)).flatten(0, 1))
 
 
 class Members(NamedTuple):
-    """Weighted keys, to be summed per cluster and per cell, a stretch of the sequence.
+    """Keys of all clusters, whose weighted rows are computed for a few tokens at a time.
 
     Attributes:
-        rows: w · (k, v, ½ Σ_d s_d k_d², 1), [batch heads tokens head_dim + value_dim + 2].
-        chosen: Cluster index of each key, [batch heads tokens].
-        top: Largest exponent of each cluster, the reference of its weights, [batch heads clusters].
-    """
-
-    rows: Tensor
-    chosen: Tensor
-    top: Tensor
-
-    def sums(self, cell: Tensor, cells: int) -> Tensor:
-        """Sums over the members of each cluster in each cell, [batch heads cells clusters …].
-
-        Args:
-            cell: Cell index of each token, [tokens].
-        """
-        clusters, heads = self.top.shape[-1], self.rows.shape[:2]
-        # One `index_add_` over all rows replaces a product.
-        head = torch.arange(heads.numel(), device=cell.device).view(*heads, 1)
-        place = (head * cells + cell) * clusters + self.chosen
-        sums = self.rows.new_zeros(heads.numel() * cells * clusters, self.rows.shape[-1])
-        sums.index_add_(0, place.flatten(), self.rows.flatten(0, 2))
-        return sums.view(*heads, cells, clusters, -1)
-
-
-def weighted_keys(
-    k: Tensor, v: Tensor, real: Tensor, chosen: Tensor, queries: QueryMoments, clusters: int
-) -> Members:
-    """The keys of all clusters, weighted.
-
-    Args:
-        k: [batch heads tokens head_dim]; v: [batch heads tokens value_dim].
-        real: Keys that enter the sums, bool [batch tokens].
-        chosen: Cluster index of each key, [batch heads tokens].
-    """
-    # Smaller weights change no sum but would be denormal numbers, which are slow.
-    floor = -300.0 if k.dtype == torch.float64 else -42.0
-    exponent = (k @ queries.mean.mT).squeeze(-1)
-    seen = real[:, None, :].expand_as(exponent)
-    top = exponent.new_full((*exponent.shape[:2], clusters), -torch.inf)
-    top = top.scatter_reduce(2, chosen, exponent.detach().masked_fill(~seen, -torch.inf), "amax")
-    top = top.masked_fill(top.isinf(), 0.0)
-    # Exponents of seen keys are at most 0; the bound lies above, since a clamp's derivative at its bound
-    # depends on torch's version.
-    weight = (exponent - top.gather(2, chosen)).clamp(floor, 1.0).exp() * seen
-    bend = k.square() @ queries.variance.mT / 2
-    rows = torch.cat([k, v, bend, torch.ones_like(bend)], dim=-1) * weight[..., None]
-    return Members(rows, chosen, top)
-
-
-def beyond_slices(members: Members, block: int, *, group: int, begin: int, end: int) -> Iterator[Tensor]:
-    """Sums over all members outside the slices of the blocks begin … end − 1, `group` blocks at a time.
-
-    Cells have as many tokens as a block, the first of them half a block fewer, and the slice of block b is
-    the cells b and b + 1. Partial sums are only added, never subtracted, since differences would cancel small
-    terms.
-
-    Yields:
-        [batch heads group clusters …].
-    """
-    tokens, side = members.rows.shape[2], block // 2
-    groups = -(-(end - begin) // group)
-    first = side - begin * block
-    cell = torch.arange(first, first + tokens, device=members.rows.device) // block
-    block_number = torch.arange(group, device=cell.device)[:, None]
-    cell_number = torch.arange(group + 2, device=cell.device)
-    # A block excludes two cells of the group, whose last cell is the next group's first.
-    outside = ((cell_number - block_number) // 2 != 0).to(members.rows.dtype)
-    if groups == 1:
-        # All cells outside the group's blocks are summed as one cell.
-        parts = members.sums(cell.clamp(-1, group + 1) % (group + 2), group + 2)
-        yield (outside @ parts.flatten(3)).unflatten(3, parts.shape[3:])
-        return
-    # Sums of the first cell of each group, of its other cells, and of all cells beyond.
-    beyond = (cell < 0) | (cell > groups * group)
-    place = (2 * (cell // group) + (cell % group > 0)).masked_fill(beyond, 2 * groups + 2)
-    coarse = members.sums(place, 2 * groups + 3)
-    firsts, rests = coarse[:, :, :-1:2].unbind(2), coarse[:, :, 1::2].unbind(2)
-    both = [left + right for left, right in zip(firsts, rests, strict=True)]
-    before = list(accumulate(both, initial=coarse[:, :, -1]))
-    after = list(accumulate(reversed(both), initial=torch.zeros_like(both[0])))[::-1]
-    for number in range(groups):
-        low, high = (max((begin + index * group) * block - side, 0) for index in (number, number + 1))
-        # The sums of the last two cells already exist.
-        part = Members(members.rows[:, :, low:high], members.chosen[:, :, low:high], members.top)
-        parts = part.sums(cell[low:high] - number * group, group + 2)
-        parts[:, :, group] = firsts[number + 1]
-        parts[:, :, group + 1] = before[number] + rests[number + 1] + after[number + 2]
-        blocks = min(group, end - begin - number * group)
-        yield (outside[:blocks] @ parts.flatten(3)).unflatten(3, parts.shape[3:])
-
-
-class Summary(NamedTuple):
-    """One key and one value for each cluster, as entries of a softmax.
-
-    Attributes:
-        k: Mean keys, [… clusters head_dim].
-        v: Mean values, [… clusters value_dim + 1]: an unused padding column matches the keys' bias column and
-            avoids a copy.
-        bias: Score bias, [… clusters 1]: logarithm of the number of ordinary keys that the cluster replaces.
+        k: [batch·heads tokens head_dim].
+        v: [batch·heads tokens value_dim].
+        real: Keys that enter the sums, bool [batch·heads tokens].
+        chosen: Cluster index of each key, among the clusters of all heads, [batch·heads tokens].
+        top: Largest exponent of each cluster, to which weights refer, or −inf, [batch·heads·clusters].
+        queries: Moments of the queries.
+        step: Number of tokens at a time.
+        scratch: Memory of the steps; None: each has memory of its own.
     """
 
     k: Tensor
     v: Tensor
-    bias: Tensor
+    real: Tensor
+    chosen: Tensor
+    top: Tensor
+    queries: QueryMoments
+    step: int
+    scratch: Scratch | None
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """w · (k, v, ½ Σ_d s_d k_d², e, 1) with e = m·k below the top, [batch·heads tokens …]."""
+        k, v, chosen, real = (x[:, begin:end] for x in (self.k, self.v, self.chosen, self.real))
+        exponent = (k @ self.queries.mean.mT).squeeze(-1) - self.top[chosen]
+        # Smaller weights change no sum but would be denormal numbers, which are slow.
+        floor = -300.0 if k.dtype == torch.float64 else -42.0
+        # Exponents of seen keys are at most 0; the bound lies above, since a clamp's derivative at its bound
+        # depends on torch's version.
+        exponent = exponent.clamp(floor, 1.0)
+        weight = (exponent.exp() * real)[..., None]
+        bend = k.square() @ self.queries.half_variance.mT
+        return torch.cat([k, v, bend, exponent[..., None], torch.ones_like(bend)], dim=-1) * weight
+
+    def sums(self, tokens: range, bounds: Tensor, beyond: Tensor | None) -> Tensor:
+        """Sums over tokens of each cluster between bounds, [bounds+1 batch·heads clusters …].
+
+        Args:
+            bounds: Positions in ascending order, [bounds].
+            beyond: Sums over other tokens, which count as before the first bound.
+        """
+        number, width = self.top.numel(), self.k.shape[2] + self.v.shape[2] + 3
+        shape = (len(bounds) + 1) * number, width
+        sums = self.scratch("step", self.k, shape).zero_() if self.scratch else self.k.new_zeros(shape)
+        if beyond is not None:
+            sums[:number] = beyond
+        for low in tokens[:: self.step]:
+            high = min(low + self.step, tokens.stop)
+            part = torch.bucketize(torch.arange(low, high, device=bounds.device), bounds, right=True)
+            # One sum over all rows replaces a product.
+            place = (part * number + self.chosen[:, low:high]).flatten()
+            add = sums.index_add_ if self.scratch else sums.index_add
+            sums = add(0, place, self.rows(low, high).flatten(0, 1))
+        return sums.view(-1, number, width)
 
 
-def summarise_clusters(sums: Tensor, top: Tensor, queries: QueryMoments, head_dim: int) -> Summary:
-    """Summaries of the clusters, from sums over members [batch heads blocks clusters …]."""
-    mass = sums[..., -1:]
-    alive = mass > 0
-    mass = torch.where(alive, mass, 1.0)
-    means = sums[..., :-1] / mass
-    k = means[..., :head_dim]
-    mean, variance = (x.unsqueeze(2).mT for x in queries)
-    spread = (means[..., -1:] - k.square() @ variance / 2).clamp_min(0)
-    bias = mass.log() + top[:, :, None, :, None] - k @ mean + (spread + spread.square() / 2).log1p()
-    return Summary(k, means[..., head_dim:], torch.where(alive, bias, MASKED))
+def clustered_keys(
+    inputs: Alignment, queries: QueryMoments, clusters: int, step: int, scratch: Scratch | None
+) -> Members:
+    """The members of all clusters, for each head of the queries."""
+    chosen, shape = nearest_keys(inputs.k.detach(), inputs.real, clusters, step), inputs.q.shape[:2]
+    # Summaries belong to the queries of one head, even if other heads share its keys.
+    group = shape[1] // inputs.k.shape[1]
+    k, v, chosen, real = (
+        x.unsqueeze(2).expand(-1, shape[1] // group, group, *x.shape[2:]).flatten(0, 2)
+        for x in (inputs.k, inputs.v, chosen, inputs.real[:, None])
+    )
+    chosen = chosen + torch.arange(0, shape.numel() * clusters, clusters, device=k.device)[:, None]
+    top = k.new_full((shape.numel() * clusters,), -torch.inf)
+    with torch.no_grad():
+        for keys, index, seen in zip(*(x.split(step, dim=1) for x in (k, chosen, real)), strict=True):
+            exponent = (keys @ queries.mean.mT).squeeze(-1).masked_fill(~seen, -torch.inf)
+            top = top.scatter_reduce(0, index.flatten(), exponent.flatten(), "amax")
+    return Members(k, v, real, chosen, top, queries, step, scratch)
+
+
+def beyond_slices(
+    members: Members, blocks: range, block: int, group: int, beyond: Tensor | None = None
+) -> Iterator[tuple[range, Tensor]]:
+    """Sums over all members outside the slices of blocks, `group` blocks at a time.
+
+    Cells have as many tokens as a block, the first of them half a block fewer, and the slice of block b is
+    the cells b and b + 1. A long stretch of blocks is cut into parts, and the sums outside of all parts come
+    first. Partial sums are only added, never subtracted, since differences would cancel small terms.
+
+    Args:
+        beyond: Sums outside the cells of these blocks; None: they are read, too.
+
+    Yields:
+        Blocks, and [blocks batch·heads·clusters …].
+    """
+    count, side, tokens = len(blocks), block // 2, range(members.k.shape[1])
+    groups = -(-count // group)
+    size = 1 if groups == 1 else -(-count // -(-groups // -(-groups // MOST_PARTS)))
+    parts, width = -(-count // size), min(size, 2)
+    # A part excludes its cells and the next, so bounds lie on both sides of its first cell.
+    cell = torch.arange(blocks.start, blocks.stop + size + 1, size, device=members.k.device)
+    if size > 1:
+        cell = torch.stack([cell, cell + 1], dim=1).flatten().clamp_max(blocks.stop + 1)
+    if beyond is not None:
+        tokens = tokens[max(blocks.start * block - side, 0) : (blocks.stop + 1) * block - side]
+    sums = members.sums(tokens, cell * block - side, beyond)
+    outside = 1 - sums.new_ones(width * parts, len(sums)).triu(1).tril(width + 1)[::width]
+    # The sums of parts are read until their last blocks.
+    out = members.scratch(f"parts of {size}", sums, (parts, sums[0].numel())) if members.scratch else None
+    sums = torch.mm(outside, sums.flatten(1), out=out).view(parts, *sums.shape[1:])
+    if size == 1:
+        yield blocks, sums
+        return
+    for part in range(parts):
+        yield from beyond_slices(members, blocks[part * size :][:size], block, group, sums[part])
 
 
 def read_slices(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    real: Tensor,
-    summaries: Iterator[Summary],
-    block: int,
-    *,
-    group: int,
-    begin: int,
+    q: Tensor, span: range, members: Members, sums: Tensor, blocks: range, block: int, scale: float
 ) -> Tensor:
-    """Softmax of every block over its slice and its cluster summaries.
+    """Softmax of the queries of some blocks over their slices and their cluster summaries.
 
-    Rows have one width: a column of the keys holds their score bias, and the queries hold 1 there.
+    The summary of a cluster is a key and a value, its means, with a score bias: the logarithm of the number
+    of ordinary keys that it replaces.
 
     Args:
-        q: Queries from block `begin` on, [batch heads tokens head_dim].
-        summaries: [batch heads blocks clusters …], `group` blocks at a time.
+        q: Queries at the positions of `span`, [batch·heads queries head_dim].
+        sums: Sums over members, [blocks batch·heads·clusters …].
     """
-    (_, heads, tokens, _), value_dim = q.shape, v.shape[3]
-    blocks, width = -(-tokens // block), max(k.shape[3], value_dim) + 1
-    rows = biased_rows(F.pad(q, (0, 0, 0, blocks * block - tokens)), q.new_ones(()), width)
-    near_real = _stretch(real[:, None, :, None], begin, blocks, block)
-    near_k = biased_rows(_stretch(k, begin, blocks, block), bias_of(near_real, k), width)
-    near_v = padded_rows(_stretch(v, begin, blocks, block), width)
-    # [batch heads blocks tokens width]
-    near = (x.unfold(2, block + block // 2 * 2, block).mT for x in (near_k, near_v))
-    parts = zip(*(x.split(group, dim=2) for x in (rows.unflatten(2, (blocks, block)), *near)), strict=True)
-    outs = []
-    for (queries, keys, values), clusters in zip(parts, summaries, strict=True):
-        keys = torch.cat([keys, biased_rows(clusters.k, clusters.bias, width)], dim=3)
-        values = torch.cat([values, padded_rows(clusters.v, width)], dim=3)
-        queries, keys, values = (x.flatten(0, 1) for x in (queries, keys, values))
-        out = F.scaled_dot_product_attention(queries, keys, values, scale=1.0)
-        outs.append(out.unflatten(0, (-1, heads))[..., :value_dim])
-    return torch.cat(outs, dim=2).flatten(2, 3)[:, :, :tokens]
+    k, v, scratch = members.k, members.v, members.scratch
+    dim, value_dim, begin, end = k.shape[2], v.shape[2], blocks.start * block, blocks.stop * block
+    q = upcast(_stretch(q, begin - span.start, end - span.start)) * scale
+    q = q.unflatten(1, (-1, block)).transpose(0, 1)
+    sums = sums.unflatten(1, (len(k), -1))
+    empty = sums[..., -1:] == 0
+    mass = sums[..., -1:].masked_fill(empty, 1.0)
+    means = torch.div(sums, mass, out=None if scratch is None else sums)
+    bend = (means[..., :dim].square() * members.queries.half_variance).sum(dim=-1, keepdim=True)
+    spread = (means[..., -3:-2] - bend).clamp_min(0)
+    bias = mass.log() - means[..., -2:-1] + torch.addcmul(spread, spread, spread, value=0.5).log1p()
+    far = means[..., :dim], means[..., dim:-3], bias.masked_fill(empty, MASKED)
+    # [blocks batch·heads tokens …]
+    stretches = (_stretch(x, begin - block // 2, end + block // 2) for x in (k, v, members.real[..., None]))
+    k, v, real = (x.unfold(1, block + block // 2 * 2, block).permute(1, 0, 3, 2) for x in stretches)
+    shape = *k.shape[:2], k.shape[2] + far[0].shape[2]
+    # The sums of the step have been read.
+    keys = torch.cat([k, far[0]], dim=2, out=scratch("step", k, (*shape, dim)) if scratch else None)
+    values = torch.cat([v, far[1]], dim=2, out=scratch("values", v, (*shape, value_dim)) if scratch else None)
+    bias = torch.cat([bias_of(real, k), far[2]], dim=2)
+    mask = bias.mT.expand(-1, -1, block, -1) if scratch else None
+    if scratch is None:
+        # Gradients pass through a column of the keys, but not through the mask of a fused kernel.
+        q, keys = torch.cat([q, torch.ones_like(q[..., :1])], dim=-1), torch.cat([keys, bias], dim=-1)
+    width = max(keys.shape[3], value_dim)
+    q, keys, values = (padded_rows(x, width) for x in (q, keys, values))
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=1.0)
+    out = out[..., :value_dim].transpose(0, 1).flatten(1, 2)
+    return out[:, max(span.start - begin, 0) : min(span.stop, end) - begin]
 
 
 def near_keys(block: int, at: Tensor, tokens: int, key_mask: Tensor | None) -> Tensor:
@@ -320,7 +319,8 @@ def near_keys(block: int, at: Tensor, tokens: int, key_mask: Tensor | None) -> T
     return (offset >= -(block // 2)) & (offset < block + block // 2)
 
 
-def _stretch(x: Tensor, begin: int, blocks: int, block: int) -> Tensor:
-    """Tokens from the first to the last slice of some blocks, with zeros outside the sequence."""
-    low, high = begin * block - block // 2, (begin + blocks) * block + block // 2
-    return F.pad(x[:, :, max(low, 0) : high], (0, 0, max(-low, 0), max(high - x.shape[2], 0)))
+def _stretch(x: Tensor, low: int, high: int) -> Tensor:
+    """Tokens `low` to `high` of `x` [batch·heads tokens dim], with zeros outside the sequence."""
+    before, after = max(-low, 0), max(high - x.shape[1], 0)
+    x = x[:, max(low, 0) : min(high, x.shape[1])]
+    return F.pad(x, (0, 0, before, after)) if before or after else x

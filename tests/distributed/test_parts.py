@@ -42,10 +42,10 @@ def test_parts_of_several_groups_and_windows_over_several_ranks_are_the_whole(na
 def test_a_rank_computes_the_clusters_of_its_own_queries_alone(monkeypatch):
     beyond, whole = [], clusters.read_slices
 
-    def read_slices(q, k, v, real, summaries, block, **rest):
-        # A part of a block before the first query of a segment.
-        beyond.append(q.shape[2] - (block - 1))
-        return whole(q, k, v, real, summaries, block, **rest)
+    def read_slices(q, span, members, sums, blocks, block, scale):
+        # Parts of a block before the first query of a segment and after the last.
+        beyond.append(len(blocks) * block - 2 * (block - 1))
+        return whole(q, span, members, sums, blocks, block, scale)
 
     monkeypatch.setattr(clusters, "read_slices", read_slices)
     backend = ea.build("window-clusters", head_dim=8, **CLUSTERS).double()
