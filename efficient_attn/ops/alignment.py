@@ -12,6 +12,8 @@ from efficient_attn.ops.dtypes import upcast, zero_masked
 
 # Score bias of a masked key: finite, since a gradient multiplies it by zero.
 MASKED = -1e30
+# First token and end of a part of each batch entry.
+Spans = list[list[int]]
 
 
 class Alignment(NamedTuple):
@@ -92,6 +94,21 @@ def alike(mask: Tensor) -> list[tuple[slice, int]]:
         groups.append((slice(begin, end), start))
         begin = end
     return groups
+
+
+def real_spans(mask: Tensor) -> Spans | None:
+    """First real token of each batch entry and end of its real tokens, or nothing if all tokens are real.
+
+    None: masked tokens lie between real ones, or the mask has no contents.
+    """
+    if type(mask) is not Tensor:
+        return None
+    start, at = mask.byte().argmax(dim=1, keepdim=True), torch.arange(mask.shape[1])
+    end = start + mask.sum(dim=1, keepdim=True)
+    if not torch.equal((at >= start) & (at < end), mask):
+        return None
+    spans: Spans = torch.cat([start, end], dim=1).tolist()
+    return [] if all(span == [0, mask.shape[1]] for span in spans) else spans
 
 
 def after(x: Tensor, tokens: int) -> Tensor:

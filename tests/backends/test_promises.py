@@ -102,7 +102,8 @@ def test_the_kernel_is_asked_for_no_row_without_a_key(monkeypatch, causal):
         return kernel(*tensors, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
-    mask = torch.arange(7) >= torch.tensor([[3], [7]])
+    # A masked token between real ones needs a mask in causal attention too.
+    mask = (torch.arange(7) >= torch.tensor([[3], [7]])) & (torch.arange(7) != 5)
     ea.build("exact", head_dim=8, causal=causal)(*random_qkv(2, 2, 1, 7, 7), key_mask=mask)
     assert masks and all(mask.any(dim=-1).all() for mask in masks)
 

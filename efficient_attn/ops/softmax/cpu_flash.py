@@ -22,19 +22,22 @@ def available(*tensors: Tensor) -> bool:
     return _FORWARD is not None and all(tuned_for_cpu(x) and x.numel() > 0 for x in tensors)
 
 
-def flash_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def flash_rows(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool = False
+) -> tuple[Tensor, Tensor]:
     """softmax(scale · q kᵀ + bias) v, and the log-sum-exp of each row.
 
     Args:
         q: [batch heads rows dim]; k and v: [batch heads keys dim], equally wide.
         bias: Broadcast to [batch heads rows keys], in the dtype of q or float32; −inf masks a key.
         scale: Positive factor on the scores.
+        causal: Whether a row reads the keys up to its position alone; rows and keys are equally many.
 
     Returns:
         [batch heads rows dim] and [batch heads rows]; both are 0 for a fully masked row.
     """
     mask = _expanded(bias, q, k)
-    return _FORWARD(_rows(q), _rows(k), _rows(v), 0.0, False, attn_mask=mask, scale=scale)
+    return _FORWARD(_rows(q), _rows(k), _rows(v), 0.0, causal, attn_mask=mask, scale=scale)
 
 
 def gradients(
@@ -46,10 +49,11 @@ def gradients(
     log_sum: Tensor,
     bias: Tensor | None,
     scale: float,
+    causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the output of `attend` with respect to q, k and v."""
     rows = [_rows(x) for x in (grad_out, q, k, v, out)]
-    return _BACKWARD(*rows, log_sum, 0.0, False, attn_mask=_expanded(bias, q, k), scale=scale)
+    return _BACKWARD(*rows, log_sum, 0.0, causal, attn_mask=_expanded(bias, q, k), scale=scale)
 
 
 def _expanded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

@@ -1,6 +1,7 @@
 """Exact softmax attention through PyTorch's fused kernel, which never materialises the scores."""
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from efficient_attn.ops.alignment import Spans, real_spans
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.paths import parts
 from efficient_attn.ops.softmax import cpu_flash
@@ -39,7 +41,12 @@ def fused_attention(
     if scale <= 0:
         # The kernel multiplies the −inf of its causal mask by the scale, which would give NaN or +inf.
         q, scale = q * scale, 1.0
-    if key_mask is not None and not zeroed:
+    rowwise, spans = causal and _plain(q.shape[-2] > 1), None
+    if rowwise and key_mask is not None and q.shape[-2] == k.shape[-2] and _available(q, k, v, dropout):
+        spans = real_spans(key_mask)
+    if spans is not None:
+        key_mask = None
+    elif key_mask is not None and not zeroed:
         k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
     # The O(tokens) kernel requires one width for all three; zero columns change no product.
     missing = q.shape[-1] - v.shape[-1]
@@ -47,8 +54,9 @@ def fused_attention(
         v = F.pad(v, (0, missing))
     elif missing < 0:
         q, k = F.pad(q, (0, -missing)), F.pad(k, (0, -missing))
-    rowwise = causal and _plain(q.shape[-2] > 1)
-    if rowwise and (key_mask is not None or q.shape[-2] != k.shape[-2]):
+    if spans:
+        out = _by_flash(q, k, v, None, scale, spans)
+    elif rowwise and (key_mask is not None or q.shape[-2] != k.shape[-2]):
         out = _causal_in_blocks(q, k, v, scale=scale, key_mask=key_mask, dropout=dropout)
     else:
         mask = None if key_mask is None else _without_fully_masked(key_mask[:, None, None, :], key_mask)
@@ -72,22 +80,26 @@ def _plain(condition: bool) -> bool:
     return any([condition])
 
 
+def _available(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
+    """Whether `_CausalBlocks` serves a call. The contents of a mask on the CPU cost no wait."""
+    immediate = eager(q, k, v) and not torch.jit.is_tracing()
+    return immediate and not dropout and cpu_flash.available(q, k, v)
+
+
 def _causal_in_blocks(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, key_mask: Tensor | None, dropout: float
 ) -> Tensor:
     """Attention block by block of rows, over the keys up to the block's last row, with one mask each."""
     asks = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if asks and q.shape[-2] > _ROWS and not dropout and eager(q, k, v) and cpu_flash.available(q, k, v):
-        group = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
-        return _CausalBlocks.apply(q, k, v, key_mask, scale)
+    if asks and q.shape[-2] > _ROWS and _available(q, k, v, dropout):
+        return _by_flash(q, k, v, key_mask, scale, None)
     blocks = []
-    for rows, end in _blocks(q, k):
+    for rows, keys, _ in _blocks(q, k, None):
         block = F.scaled_dot_product_attention(
-            q[..., rows, :],
-            k[..., :end, :],
-            v[..., :end, :],
-            attn_mask=_visible(rows, end, q, key_mask),
+            q[rows],
+            k[keys],
+            v[keys],
+            attn_mask=_visible(rows[2], keys[2].stop, q, key_mask),
             dropout_p=dropout,
             scale=scale,
             enable_gqa=_plain(q.shape[1] != k.shape[1]),
@@ -96,10 +108,28 @@ def _causal_in_blocks(
     return torch.cat(blocks, dim=-2)
 
 
-def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, int]]:
-    """Rows of each block, and the number of keys up to the block's last row."""
-    for rows in parts(q.shape[-2], _ROWS):
-        yield rows, k.shape[-2] - q.shape[-2] + rows.stop
+def _blocks(
+    q: Tensor, k: Tensor, spans: Spans | None
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...], bool]]:
+    """Rows of each block, the keys that they share, and whether a row reads them up to its position.
+
+    Without spans the keys end at the block's last row, and rows have masks.
+    """
+    whole, tokens = slice(None), q.shape[-2]
+    if spans is None:
+        for rows in parts(tokens, _ROWS):
+            yield (whole, whole, rows), (whole, whole, slice(k.shape[-2] - tokens + rows.stop)), False
+        return
+    stop, group = 0, q.shape[1] // k.shape[1]
+    for (start, end), run in groupby(spans):
+        entries, real = slice(stop, stop + len(list(run))), slice(start, end)
+        stop = entries.stop
+        # Outputs and gradients of a block are copied: half of the heads take half of the memory.
+        for heads in parts(k.shape[1], -(-k.shape[1] // 2)) if start < end else ():
+            readers = slice(heads.start * group, heads.stop * group)
+            yield (entries, readers, real), (entries, heads, real), True
+            if end < tokens:
+                yield (entries, readers, slice(end, tokens)), (entries, heads, real), False
 
 
 def _visible(rows: slice, end: int, q: Tensor, key_mask: Tensor | None) -> Tensor:
@@ -110,45 +140,49 @@ def _visible(rows: slice, end: int, q: Tensor, key_mask: Tensor | None) -> Tenso
     return _without_fully_masked(visible & key_mask[:, None, None, :end], key_mask[:, :end])
 
 
+def _by_flash(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float, spans: Spans | None
+) -> Tensor:
+    """Attention in blocks by the kernel of the CPU."""
+    group = q.shape[1] // k.shape[1]
+    # The kernel would round the gradients of each query head, and before PyTorch 2.10 serves no groups.
+    if group > 1 and (torch.is_grad_enabled() or torch.__version__ < "2.10"):
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    return _CausalBlocks.apply(q, k, v, key_mask, scale, spans)
+
+
 class _CausalBlocks(torch.autograd.Function):
     """Attention in blocks that rebuilds its masks in the backward pass, since they take tokens² bytes."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
-        pairs = []
-        for rows, end in _blocks(q, k):
-            keys, values, bias = k[..., :end, :], v[..., :end, :], _bias(rows, end, q, key_mask)
-            pairs.append(cpu_flash.flash_rows(q[..., rows, :], keys, values, bias, scale))
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+        key_mask, scale, spans = options
+        # The memory format of the kernel's outputs.
+        out = torch.zeros_like(q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        log_sum = q.new_zeros(q.shape[:-1], dtype=upcast_dtype(q.dtype))
+        for rows, keys, causal in _blocks(q, k, spans):
+            bias = _bias(rows[2], keys[2].stop, q, key_mask) if spans is None else None
+            out[rows], log_sum[rows] = cpu_flash.flash_rows(q[rows], k[keys], v[keys], bias, scale, causal)
             # The bias of a block is gone before that of the next is made.
             del bias
-        out, log_sum = (torch.cat(parts, dim=2) for parts in zip(*pairs, strict=True))
         ctx.save_for_backward(q, k, v, key_mask, out, log_sum)
-        ctx.scale = scale
+        ctx.scale, ctx.spans = scale, spans
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, key_mask, out, log_sum = ctx.saved_tensors
-        grad_q, (grad_k, grad_v) = torch.empty_like(q), (torch.zeros_like(upcast(x)) for x in (k, v))
-        for rows, end in _blocks(q, k):
-            keys, values, bias = k[..., :end, :], v[..., :end, :], _bias(rows, end, q, key_mask)
-            logs = log_sum[..., rows].contiguous()
-            grad_rows, grad_keys, grad_values = cpu_flash.gradients(
-                grad_out[..., rows, :],
-                q[..., rows, :],
-                keys,
-                values,
-                out[..., rows, :],
-                logs,
-                bias,
-                ctx.scale,
-            )
-            del bias
-            grad_q[..., rows, :] = grad_rows
-            grad_k[..., :end, :] += grad_keys
-            grad_v[..., :end, :] += grad_values
-        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
+        grad_q, (grad_k, grad_v) = torch.zeros_like(q), (torch.zeros_like(upcast(x)) for x in (k, v))
+        for rows, keys, causal in _blocks(q, k, ctx.spans):
+            bias = _bias(rows[2], keys[2].stop, q, key_mask) if ctx.spans is None else None
+            tensors = (grad_out[rows], q[rows], k[keys], v[keys], out[rows], log_sum[rows].contiguous())
+            grad_rows, grad_keys, grad_values = cpu_flash.gradients(*tensors, bias, ctx.scale, causal)
+            grad_q[rows] = grad_rows
+            grad_k[keys] += grad_keys
+            grad_v[keys] += grad_values
+            del bias, tensors, grad_rows, grad_keys, grad_values
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
 
 
 def _bias(rows: slice, end: int, q: Tensor, key_mask: Tensor | None) -> Tensor:
