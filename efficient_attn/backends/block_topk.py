@@ -1,6 +1,7 @@
 """Softmax over the blocks of keys that earlier queries of the sequence point to, and over near ones."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from efficient_attn.operation_counts import MatMul, MatMuls, softmax_matmuls
-from efficient_attn.ops.blocks import Blocks, Pattern, Sums, block_attention, block_sums, keys_read
+from efficient_attn.ops.blocks import (
+    Blocks,
+    Pattern,
+    Sums,
+    block_attention,
+    block_sums,
+    blocks_read,
+    keys_read,
+)
 from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
@@ -33,21 +42,23 @@ class BlockTopKOptions:
 
 
 class BlockCache(NamedTuple):
-    """KV cache, and `ops.blocks.Sums` over the tokens of each block, from the first real token on.
+    """KV cache, and sums over the tokens of each block, from the first real token on.
 
     Attributes:
         k: [batch kv_heads tokens head_dim], zero where masked.
         v: [batch kv_heads tokens value_dim], zero where masked.
         key_mask: bool [batch tokens], as in `KVCache`.
-        sum_q: [batch heads blocks head_dim].
-        sum_k: [batch kv_heads blocks head_dim+1].
+        past: Sums of the blocks before the last.
+        last: Sums of the last block.
+        read: Numbers of the blocks that the last block reads, [batch heads 1 most]; none after a mask.
     """
 
     k: Tensor
     v: Tensor
     key_mask: Tensor
-    sum_q: Tensor
-    sum_k: Tensor
+    past: Sums
+    last: Sums
+    read: Tensor
 
 
 class BlockTopK(nn.Module):
@@ -59,31 +70,48 @@ class BlockTopK(nn.Module):
         self.pattern = Pattern(options.block, 0, self._choose, problem.causal)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        sums = self._sums(q, k, key_mask)
+        sums = self._sums(q, k, key_mask, k.shape[2])
         return block_attention(q, k, v, self.pattern, scale=self._scale, key_mask=key_mask, sums=sums)
 
     def keys_read(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor) -> Tensor:
-        return keys_read(q, k, key_mask, rows, self.pattern, self._sums(q, k, key_mask))
+        return keys_read(q, k, key_mask, rows, self.pattern, self._sums(q, k, key_mask, k.shape[2]))
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: BlockCache | None, key_mask: Tensor | None
     ) -> tuple[Tensor, BlockCache]:
         cache = append_tokens(None if state is None else KVCache(*state[:3]), k, v, key_mask)
-        mask = mask_of(cache)
-        sums = self._sums(q, k, cache.key_mask, None if state is None else Sums(*state[3:]))
-        out = q.new_zeros(*q.shape[:3], v.shape[3])
-        if q.shape[2]:
-            out = block_attention(
-                q, cache.k, cache.v, self.pattern, scale=self._scale, key_mask=mask, sums=sums
-            )
-        return out, BlockCache(*cache, *sums)
+        mask, tokens, new = mask_of(cache), cache.k.shape[2], q.shape[2]
+        start, sums = tokens - new, None
+        queries = range(start // self._block, -(-tokens // self._block))
+        grows = state is not None and mask is None and start % self._block > 0 and len(queries) == 1
+        if state is not None and grows and new:
+            # Earlier blocks alone decide which blocks a block reads.
+            added, past, read = self._sums(q, k, None, new), state.past, state.read
+            last = Sums(state.last.q + added.q, state.last.k + added.k)
+        else:
+            earlier = None
+            if state is not None:
+                both = zip(state.past, state.last, strict=True)
+                earlier = Sums(*(torch.cat(parts, dim=2) for parts in both))
+            sums = self._sums(q, k, mask, tokens, earlier)
+            past, last = Sums(*(x[:, :, :-1] for x in sums)), Sums(*(x[:, :, -1:] for x in sums))
+            read = torch.zeros(*q.shape[:2], 1, 0, dtype=torch.long, device=q.device)
+            if mask is None and queries:
+                read = blocks_read(queries, None, cache.k, self.pattern, sums)
+        state = BlockCache(*cache, past, last, read[:, :, -1:])
+        if new == 0:
+            return q.new_zeros(*q.shape[:3], v.shape[3]), state
+        call = partial(block_attention, scale=self._scale, key_mask=mask, sums=sums)
+        return call(q, cache.k, cache.v, self.pattern, read=read if mask is None else None), state
 
     @torch.no_grad()
-    def _sums(self, q: Tensor, k: Tensor, key_mask: Tensor | None, earlier: Sums | None = None) -> Sums:
-        sum_q, sum_k = earlier or (None, None)
+    def _sums(
+        self, q: Tensor, k: Tensor, key_mask: Tensor | None, tokens: int, earlier: Sums | None = None
+    ) -> Sums:
+        k, (sum_q, sum_k) = F.pad(upcast(k), (0, 1), value=1.0), earlier or (None, None)
         return Sums(
-            block_sums(upcast(q) * self._scale, key_mask, self._block, sum_q),
-            block_sums(F.pad(upcast(k), (0, 1), value=1.0), key_mask, self._block, sum_k),
+            block_sums(q, tokens, key_mask, self._block, sum_q),
+            block_sums(k, tokens, key_mask, self._block, sum_k),
         )
 
     def _choose(self, blocks: Blocks) -> Tensor:
@@ -105,7 +133,7 @@ class BlockTopK(nn.Module):
         # Some blocks of queries at a time: all scores would grow with the square of the tokens.
         step = _QUERIES if tuned_for_cpu(query) else step_capacity(query.shape[0] * query.shape[1] * none)
         for part, allowed in zip(query.split(step, dim=2), possible.split(step, dim=-2), strict=True):
-            scores = (part @ mean).masked_fill(~allowed, -torch.inf)
+            scores = (self._scale * part @ mean).masked_fill(~allowed, -torch.inf)
             best = scores.topk(min(self._blocks, none), dim=3)
             chosen.append(best.indices.masked_fill(best.values == -torch.inf, none))
         read = torch.cat(chosen, dim=2)

@@ -4,7 +4,7 @@ The tokens from the first real token on are cut into blocks of equal length. The
 keys that they read, which are gathered. A causal block reads itself, up to each query, and earlier blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,24 +14,23 @@ from torch import Tensor
 from efficient_attn.ops.alignment import (
     MASKED,
     Alignment,
-    after,
     aligned,
     alignment,
     alike,
     bias_of,
-    biased_rows,
     padded_rows,
 )
 from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.operators import transformed
-from efficient_attn.ops.paths import note_kernel, step_capacity, tuned_for_cpu
+from efficient_attn.ops.paths import HELD, note_kernel, tuned_for_cpu
 from efficient_attn.ops.softmax import flex
-from efficient_attn.ops.softmax.biased import biased_softmax, eager
+from efficient_attn.ops.softmax.biased import Step, Steps, eager, gathered_softmax
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
-# Numbers of gathered keys and values in a step on the CPU, so that they stay in cache.
-_STEP = 1 << 18
+# Numbers of gathered keys and values in a step on the CPU, so that they stay in cache, and in compiled code,
+# whose size grows with the steps.
+_STEP, _COMPILED = 3 << 18, 1 << 22
 # Numbers of tokens in a block that FlexAttention takes for a block of scores, and most rows of its tiles.
 _FLEX_BLOCKS, _FLEX_ROWS = (16, 32, 64, 128), 64
 
@@ -40,7 +39,7 @@ class Sums(NamedTuple):
     """Sums of the real queries and keys of each block.
 
     Attributes:
-        q: Sums of scaled queries, [batch heads blocks head_dim].
+        q: Sums of queries, [batch heads blocks head_dim].
         k: Sums of keys, and numbers of real keys, [batch kv_heads blocks head_dim+1].
     """
 
@@ -81,25 +80,36 @@ class Pattern(NamedTuple):
     causal: bool
 
 
-def block_sums(x: Tensor, key_mask: Tensor | None, block: int, earlier: Tensor | None = None) -> Tensor:
+def block_sums(
+    x: Tensor, tokens: int, key_mask: Tensor | None, block: int, earlier: Tensor | None = None
+) -> Tensor:
     """Sums of the real tokens of each block, [batch heads blocks dim], in float32 or better.
 
     Args:
         x: The last tokens, [batch heads tokens dim].
-        key_mask: bool [batch tokens], of earlier tokens too.
+        tokens: Number of all tokens.
+        key_mask: bool [batch tokens], of earlier tokens too; None: all are real.
         earlier: Sums of the earlier tokens, or None.
     """
-    if key_mask is None:
-        key_mask = torch.ones(len(x), x.shape[2], dtype=torch.bool, device=x.device)
-    tokens, new = key_mask.shape[1], x.shape[2]
-    if tokens == 0:
-        return upcast(x)
-    position = aligned(torch.arange(tokens - new, tokens, device=x.device), tokens, key_mask)
-    sums = upcast(x.new_empty(0)).new_zeros(*x.shape[:2], -(-tokens // block), x.shape[3])
+    x, total, start = upcast(x), -(-tokens // block), tokens - x.shape[2]
+    if x.shape[2] == 0:
+        return x if earlier is None else earlier
+    if total == 1 and key_mask is None:
+        sums = x.sum(dim=2, keepdim=True)
+    elif key_mask is None:
+        before, after = start % block, total * block - tokens
+        x = F.pad(x, (0, 0, before, after)) if before + after else x
+        sums = x.unflatten(2, (-1, block)).sum(dim=3)
+        # Later tokens belong to the last earlier block, or to new blocks.
+        sums = F.pad(sums, (0, 0, start // block, 0)) if start >= block else sums
+    else:
+        position = aligned(torch.arange(start, tokens, device=x.device), tokens, key_mask)
+        number = (position // block)[:, None, :, None].expand_as(x)
+        sums = x.new_zeros(*x.shape[:2], total, x.shape[3])
+        sums = sums.scatter_add(2, number, zero_masked(x, key_mask[:, start:]))
     if earlier is not None:
-        sums[:, :, : earlier.shape[2]] = earlier
-    number = (position // block)[:, None, :, None].expand_as(x)
-    return sums.scatter_add(2, number, upcast(zero_masked(x, key_mask[:, tokens - new :])))
+        sums[:, :, : earlier.shape[2]] += earlier
+    return sums
 
 
 def block_attention(
@@ -111,20 +121,27 @@ def block_attention(
     scale: float,
     key_mask: KeyMask | None,
     sums: Sums | None = None,
+    read: Tensor | None = None,
 ) -> Output:
     """softmax(scale · q kᵀ) v over the keys of the blocks that a pattern chooses.
 
     Padding before the first real token is in no block, and has the output 0.
+
+    Args:
+        read: Result of `blocks_read` for a call without a key mask, or None.
     """
     if key_mask is None and _one_call(q, k, v, pattern):
         try:
             return _by_flex(q, k, v, pattern, scale, sums)
         except flex.NotCompiledError:
             pass
-    q, dtype = upcast(q) * scale, q.dtype
+    if scale <= 0:
+        q, scale = q * scale, 1.0
+    q, dtype = upcast(q), q.dtype
     if key_mask is None or not (tuned_for_cpu(q) and eager(q, k, v)):
         inputs = alignment(q, k, v, key_mask, None)
-        return inputs.restored([_attend(inputs, pattern, sums)], zero_padding=True).to(dtype)
+        out = _attend(inputs, pattern, scale, key_mask is not None, sums, read)
+        return inputs.restored([out], zero_padding=True).to(dtype)
     # Batch entries with one first real token have the same blocks.
     tokens, outs = k.shape[2], []
     for rows, start in alike(key_mask):
@@ -141,7 +158,7 @@ def block_attention(
         if sums is not None:
             total = -(-(tokens - start) // pattern.block)
             part_sums = Sums(*(x[rows, :, :total] for x in sums))
-        outs.append(F.pad(_attend(inputs, pattern, part_sums), (0, 0, padding, 0)))
+        outs.append(F.pad(_attend(inputs, pattern, scale, True, part_sums, None), (0, 0, padding, 0)))
     return torch.cat(outs).to(dtype)
 
 
@@ -164,8 +181,7 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, su
         q, scale = q * scale, 1.0
     tokens, size = q.shape[2], pattern.block
     total = -(-tokens // size)
-    real = torch.ones(1, tokens, dtype=torch.bool, device=q.device)
-    read = _numbers(range(total), real, pattern, sums).sort(dim=3).values
+    read = blocks_read(range(total), None, k, pattern, sums).sort(dim=3).values
     number, listed = (read < total).sum(dim=3, dtype=torch.int32), read.clamp_max(total - 1).int()
     tensors = (q.detach(), k.detach(), v.detach(), number, listed)
     if torch.compiler.is_compiling():
@@ -207,17 +223,35 @@ def _flex_attention(
     return out
 
 
-def _attend(inputs: Alignment, pattern: Pattern, sums: Sums | None) -> Tensor:
+def _attend(
+    inputs: Alignment, pattern: Pattern, scale: float, masked: bool, sums: Sums | None, read: Tensor | None
+) -> Tensor:
     """Outputs of the queries."""
-    ((rows, span),) = inputs.runs()
-    end = min(pattern.readers * pattern.block, span.stop)
-    outs = []
-    if span.start < end:
-        outs.append(_read_all(inputs, rows[:, :, : end - span.start]))
-    if end < span.stop:
-        start = max(span.start, end)
-        outs.append(_read(inputs, rows[:, :, start - span.start :], start, pattern, sums))
-    return torch.cat(outs, dim=2)
+    ((q, span),), size, value_dim = inputs.runs(), pattern.block, inputs.v.shape[3]
+    # The fused kernel requires one width.
+    q, k, v = (padded_rows(x, max(q.shape[3], value_dim)) for x in (q, inputs.k, inputs.v))
+    (batch, kv_heads), real = k.shape[:2], inputs.real if masked else None
+    queries = range(span.start // size, -(-span.stop // size))
+    before, after = span.start - queries.start * size, queries.stop * size - span.stop
+    if read is None:
+        read = blocks_read(queries, real, k, pattern, sums)
+    read = read.expand(batch, kv_heads if read.shape[1] == 1 else q.shape[1], -1, -1)
+    # A single block is not padded, and its causal queries read no key behind the last of them.
+    single = len(queries) == 1
+    if not single and before + after:
+        q = F.pad(q, (0, 0, before, after))
+    rows, last = q.shape[2] // len(queries), size - after * (single and pattern.causal)
+    # Queries of a group of heads are rows of one block.
+    blocks = q.reshape(batch * read.shape[1], -1, len(queries), rows, q.shape[3]).transpose(1, 2)
+    later = None
+    if pattern.causal and rows > 1:
+        # Below the bias of a masked key, so that a query without real keys does not average later keys.
+        later = q.new_full((rows, last), 2 * MASKED).triu(last - rows + 1).repeat(blocks.shape[2], 1)
+    keys, values, strides = _rows(k, v)
+    steps = _steps(k, read, real, strides, pattern, last, later)
+    out = gathered_softmax(blocks.flatten(2, 3), keys, values, steps, scale)
+    out = out.view(blocks.shape).transpose(1, 2).reshape(q.shape)[..., :value_dim]
+    return out if single else out[:, :, before : before + len(span)]
 
 
 def keys_read(
@@ -233,7 +267,8 @@ def keys_read(
     position, numbers = rows + tokens - q.shape[2], torch.arange(tokens, device=device)
     of_rows, of_keys = (aligned(x, tokens, key_mask).expand(len(k), -1) for x in (position, numbers))
     # A pair of blocks is read, [batch heads blocks blocks].
-    read = _numbers(range(-(-tokens // pattern.block)), real.gather(1, of_keys.argsort(dim=1)), pattern, sums)
+    ordered = real.gather(1, of_keys.argsort(dim=1))
+    read = blocks_read(range(-(-tokens // pattern.block)), ordered, k, pattern, sums)
     total = read.shape[2]
     pairs = torch.zeros(*read.shape[:3], total + 1, dtype=torch.bool, device=device).scatter_(3, read, True)
     pairs[:, :, : pattern.readers] = True
@@ -246,114 +281,114 @@ def keys_read(
 
 
 @torch.no_grad()
-def _numbers(queries: range, real: Tensor, pattern: Pattern, sums: Sums | None) -> Tensor:
-    """Numbers of the blocks that blocks of queries read, [… blocks most], their own first.
+def blocks_read(
+    queries: range, real: Tensor | None, k: Tensor, pattern: Pattern, sums: Sums | None
+) -> Tensor:
+    """Numbers of the blocks that blocks of queries read, [… blocks most], falling, and their own last.
 
     Args:
-        real: Whether a key is real, bool [batch tokens].
+        real: Whether a key is real, bool [batch tokens]; None: all are.
     """
-    tokens, size = real.shape[1], pattern.block
-    count = (torch.arange(1, tokens + 1, device=real.device) * real).amax(dim=1)[:, None, None]
-    total, row = -(-tokens // size), torch.arange(queries.start, queries.stop, device=real.device)
-    read = pattern.choose(Blocks(row, (count + size - 1) // size, total, sums)).clamp_max(total)
-    if read.shape[3] >= total:
-        # A short sequence has fewer blocks.
-        read = read.sort(dim=3).values[..., : total - 1]
-    return torch.cat([row[:, None].expand(*read.shape[:3], 1), read], dim=3)
+    tokens, size = k.shape[2], pattern.block
+    total, row = -(-tokens // size), torch.arange(queries.start, queries.stop, device=k.device)
+    last = torch.full((1, 1, 1), total, device=k.device)
+    if real is not None:
+        count = (torch.arange(1, tokens + 1, device=k.device) * real).amax(dim=1)[:, None, None]
+        last = (count + size - 1) // size
+    read = pattern.choose(Blocks(row, last, total, sums)).clamp_max(total).sort(dim=3, descending=True).values
+    # A short sequence has fewer blocks.
+    read = read[..., max(read.shape[3] - total + 1, 0) :]
+    return torch.cat([read, row[:, None].expand(*read.shape[:3], 1)], dim=3)
 
 
-def _read_all(inputs: Alignment, q: Tensor) -> Tensor:
-    """Outputs of queries that read all keys."""
-    width = max(inputs.k.shape[3], inputs.v.shape[3]) + 1
-    k = biased_rows(inputs.k, bias_of(inputs.real[:, None, :, None], inputs.k), width)
-    rows = biased_rows(q.unflatten(1, (k.shape[1], -1)).flatten(2, 3), q.new_ones(()), width)
-    out = biased_softmax(rows, k, padded_rows(inputs.v, width), None)
-    return out[..., : inputs.v.shape[3]].unflatten(2, (-1, q.shape[2])).flatten(1, 2)
+def _hosted(x: Tensor) -> bool:
+    """Whether numbers of a tensor on the CPU may decide about the next operators."""
+    return type(x) is Tensor and tuned_for_cpu(x) and eager(x)
 
 
-def _read(inputs: Alignment, q: Tensor, start: int, pattern: Pattern, sums: Sums | None) -> Tensor:
-    """Outputs of consecutive queries from a position on, [batch heads queries value_dim]."""
-    size, value_dim = pattern.block, inputs.v.shape[3]
-    queries = range(start // size, -(-(start + q.shape[2]) // size))
-    before = start - queries.start * size
-    read = _numbers(queries, inputs.real, pattern, sums)
-    batch, heads = len(q), inputs.k.shape[1] if read.shape[1] == 1 else q.shape[1]
-    read = read.expand(batch, heads, -1, -1)
-
-    later = None
-    if pattern.causal:
-        # Below the bias of a masked key, so that a query without real keys does not average later keys.
-        later = q.new_full((size, size), 2 * MASKED).triu(1)
-        later = F.pad(later, (0, (read.shape[3] - 1) * size))
-    if len(queries) == 1:
-        return _read_block(
-            inputs, q, read, None if later is None else later[before : before + q.shape[2]], size
-        )
-
-    # Rows of all blocks: [batch heads blocks rows width].
-    width = max(inputs.k.shape[3], value_dim) + 1
-    rows = F.pad(after(q, before), (0, 0, 0, len(queries) * size - before - q.shape[2]))
-    rows = biased_rows(rows, q.new_ones(()), width).unflatten(1, (heads, -1))
-    rows = rows.unflatten(3, (len(queries), size)).transpose(2, 3)
-    group = rows.shape[3]
-    rows = rows.flatten(3, 4)
-    later = None if later is None else later.repeat(group, 1)
-    by_blocks, at = _by_blocks(inputs, read, size, width)
-    numbers = batch * heads * read.shape[3] * size * 2 * width
-    step = max(_STEP // numbers, 1) if tuned_for_cpu(q) else step_capacity(numbers)
-    outs = []
-    for part, places in zip(rows.split(step, dim=2), at.split(step, dim=2), strict=True):
-        shape = (batch * heads, places.shape[2], -1, width)
-        k, v = (x.index_select(0, places.flatten()).view(shape) for x in by_blocks)
-        out = biased_softmax(part.flatten(0, 1), k, v, later)
-        outs.append(out[..., :value_dim].unflatten(0, (batch, heads)))
-    out = torch.cat(outs, dim=2).unflatten(3, (group, size)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
-    return out[:, :, before : before + q.shape[2]]
+def _rows(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    """Rows of all keys and values [rows dim], and their strides in batch entries, heads and tokens."""
+    dim, trained = k.shape[3], torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    views = not trained and eager(k, v) and k.stride() == v.stride() and k.stride(3) == 1
+    if not views or any(stride % dim for stride in k.stride()[:3]):
+        return k.flatten(0, 2), v.flatten(0, 2), [k.shape[1] * k.shape[2], k.shape[2], 1]
+    # A cache has room behind the tokens of each head.
+    strides = [stride // dim for stride in k.stride()[:3]]
+    number = 1 + sum((length - 1) * stride for length, stride in zip(k.shape, strides, strict=False))
+    return k.as_strided((number, dim), (dim, 1)), v.as_strided((number, dim), (dim, 1)), strides
 
 
-def _by_blocks(inputs: Alignment, read: Tensor, size: int, width: int) -> tuple[list[Tensor], Tensor]:
-    """Keys with their score bias and values, [batch · kv_heads · blocks, size · width], and rows of blocks.
-
-    The last block of a head holds no real key.
-    """
-    (batch, kv_heads, tokens, _), heads = inputs.k.shape, read.shape[1]
-    total = -(-tokens // size)
-    room = (total + 1) * size - tokens
-    bias = bias_of(F.pad(inputs.real, (0, room))[:, None, :, None], inputs.k)
-    k = biased_rows(F.pad(inputs.k, (0, 0, 0, room)), bias, width)
-    v = padded_rows(F.pad(inputs.v, (0, 0, 0, room)), width)
-    by_blocks = [x.unflatten(2, (total + 1, size)).flatten(3).flatten(0, 2) for x in (k, v)]
-    of_heads = torch.arange(heads, device=k.device) // (heads // kv_heads)
-    first = torch.arange(batch, device=k.device)[:, None] * kv_heads + of_heads
-    return by_blocks, read + first[:, :, None, None] * (total + 1)
-
-
-def _read_block(inputs: Alignment, q: Tensor, read: Tensor, later: Tensor | None, size: int) -> Tensor:
-    """Outputs of queries of one block. A decoding step copies only the keys that it reads.
+def _steps(
+    k: Tensor,
+    read: Tensor,
+    real: Tensor | None,
+    strides: list[int],
+    pattern: Pattern,
+    last: int,
+    later: Tensor | None,
+) -> Steps:
+    """Steps of `gathered_softmax` over all blocks of queries.
 
     Args:
-        read: Numbers of the blocks that are read, [batch heads 1 most].
-        later: Score bias of later keys, [queries most·size]; None: no key is later.
+        read: Numbers of the blocks that each block reads, [batch heads blocks most].
+        strides: Strides of the rows of keys, see `_rows`.
+        last: Number of keys that a block reads of its own.
+        later: Score bias of these keys, [rows last]; None: zero.
     """
-    (batch, kv_heads, tokens, _), heads = inputs.k.shape, read.shape[1]
-    places = (read[:, :, 0, :, None] * size + torch.arange(size, device=q.device)).flatten(2)
-    inside = places.clamp_max(tokens - 1)
-    bias = bias_of(inputs.real[:, None].expand(-1, heads, -1).gather(2, inside), q)
-    bias = bias.masked_fill(places >= tokens, 2 * MASKED).flatten(0, 1)[:, None, None]
-    group = q.shape[1] // heads
-    if later is not None:
-        bias = bias + later.repeat(group, 1)
-    by_heads = inside.unflatten(1, (kv_heads, -1)).flatten(2)
-    k, v = (_keys_at(x, by_heads).reshape(batch * heads, 1, places.shape[2], x.shape[3]) for x in inputs[1:3])
-    rows = q.unflatten(1, (heads, group)).flatten(2, 3).flatten(0, 1)[:, None]
-    out = biased_softmax(rows, k, v, bias)
-    return out.view(*q.shape[:3], inputs.v.shape[3])
+    (batch, kv_heads, tokens, dim), (heads, blocks, most), size = k.shape, read.shape[1:], pattern.block
+    head = torch.arange(batch * heads, device=k.device)[:, None, None]
+    # First row of the keys of each head.
+    begin = head // (heads // kv_heads) * strides[1]
+    if batch > 1 and strides[0] != kv_heads * strides[1]:
+        begin = begin + head // heads * (strides[0] - kv_heads * strides[1])
+    read, within = read.flatten(0, 1) * size, torch.arange(size, device=k.device)
+    readers = min(pattern.readers, blocks)
+    # A list is shorter where fewer blocks are read, if no device has to wait for its length.
+    hosted = _hosted(k)
+    lengths = (read < tokens).sum(dim=2).tolist() if hosted else [[most] * blocks] * len(read)
+    whole = hosted and real is None and (tokens % size == 0 or last < size)
+
+    def step(part: tuple[slice, slice], all_keys: bool) -> Step:
+        numbers = [number for row in lengths[part[0]] for number in row[part[1]]]
+        listed = read[part][..., most - max(numbers) :]
+        if all_keys:
+            listed = torch.arange(0, tokens, size, device=k.device).expand(*listed.shape[:2], -1)
+        number = listed.shape[2] * size - size + last
+        token = (listed[..., None] + within).flatten(2)[..., :number]
+        bias = None if later is None else F.pad(later, (number - last, 0))
+        if whole and (all_keys or min(numbers) == max(numbers)):
+            return Step(part, begin[part[0]] + token * strides[2], bias)
+        visible, token = token < tokens, token.clamp_max(tokens - 1)
+        if real is not None:
+            visible = visible & real.flatten()[head[part[0]] // heads * tokens + token]
+        if not hosted or not visible.all():
+            of_keys = bias_of(visible[:, :, None], k)
+            bias = of_keys if bias is None else of_keys + bias
+        return Step(part, begin[part[0]] + token * strides[2], bias)
+
+    def steps() -> Iterator[Step]:
+        for part in _parts(len(read), range(readers), 2 * dim * (tokens + size), k):
+            yield step(part, True)
+        # The first causal blocks have lists of different lengths.
+        short = sum(length < most for length in lengths[0]) if pattern.causal else readers
+        alone = [range(block, block + 1) for block in range(readers, short)]
+        for span in (*alone, range(short, blocks)):
+            for part in _parts(len(read), span, 2 * dim * most * size, k):
+                yield step(part, False)
+
+    return steps
 
 
-def _keys_at(x: Tensor, at: Tensor) -> Tensor:
-    """Rows of `x` [batch heads tokens dim] at the positions of each head [batch heads rows]."""
-    if not tuned_for_cpu(x):
-        return x.gather(2, at[..., None].expand(*at.shape, x.shape[3]))
-    # The CPU copies whole rows only from two dimensions.
-    heads = [y.index_select(0, rows) for y, rows in zip(x.flatten(0, 1), at.flatten(0, 1), strict=True)]
-    return torch.stack(heads).unflatten(0, x.shape[:2])
+def _parts(heads: int, blocks: range, numbers: int, k: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Heads and blocks of each step.
+
+    Args:
+        numbers: Numbers that a block of queries gathers.
+    """
+    group = heads
+    if _hosted(k):
+        group = min(max(_STEP // (numbers * max(len(blocks), 1)), 1), heads)
+    most = max((_STEP if _hosted(k) else _COMPILED if tuned_for_cpu(k) else HELD) // (numbers * group), 1)
+    for head in range(0, heads, group):
+        for block in range(blocks.start, blocks.stop, most):
+            yield slice(head, head + group), slice(block, min(block + most, blocks.stop))

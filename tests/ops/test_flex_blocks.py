@@ -116,17 +116,17 @@ def test_the_check_of_a_gpu_accepts_the_right_call_and_no_faulty_one(fault):
 @pytest.mark.parametrize(("name", "causal"), [("block-topk", True), ("bigbird", False)])
 def test_the_kernel_of_the_cpu_reads_the_listed_blocks(monkeypatch, name, causal):
     # That kernel requires as many numbers of blocks as there are blocks of keys.
-    numbers = blocks._numbers
+    numbers = blocks.blocks_read
 
-    def all_numbers(queries, real, pattern, sums):
-        read = numbers(queries, real, pattern, sums)
+    def all_numbers(queries, real, k, pattern, sums):
+        read = numbers(queries, real, k, pattern, sums)
         return torch.nn.functional.pad(read, (0, len(queries) - read.shape[3]), value=len(queries))
 
     backend = ea.build(name, head_dim=16, causal=causal, block=32)
     tensors = [x.float() for x in inputs(700)]
     expected, _ = called(backend, *tensors)
     # No public function lies between the lists and the kernel.
-    monkeypatch.setattr(blocks, "_numbers", all_numbers)
+    monkeypatch.setattr(blocks, "blocks_read", all_numbers)
     monkeypatch.setattr(blocks, "tuned_for_cpu", lambda x: False)
     with on_flex(), torch.no_grad():
         out, names = called(backend, *tensors)

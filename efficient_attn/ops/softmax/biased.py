@@ -1,6 +1,7 @@
-"""Softmax attention with a score bias. Scores are not kept for the backward pass."""
+"""Softmax attention over gathered keys with a score bias. Neither is stored for the backward pass."""
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,48 +10,104 @@ from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.softmax import cpu_flash
 
 
-def biased_softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """softmax(q kᵀ + bias) v, [batch heads rows value_dim].
+class Step(NamedTuple):
+    """Blocks of queries that attend in one call.
+
+    Attributes:
+        blocks: Index of their heads and blocks.
+        at: Rows of the keys and values that each block reads, [heads blocks keys].
+        bias: Broadcast to the scores [heads blocks rows keys], without gradients; None: zero.
+    """
+
+    blocks: tuple[slice, slice]
+    at: Tensor
+    bias: Tensor | None
+
+
+Steps = Callable[[], Iterator[Step]]
+
+
+def gathered_softmax(q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float) -> Tensor:
+    """softmax(scale · q kᵀ + bias) v of blocks of queries, [heads blocks rows dim].
 
     Args:
-        q: [batch heads rows dim]; k: [batch heads keys dim]; v: [batch heads keys value_dim].
-        bias: Broadcast to [batch heads rows keys], without gradients; None: zero.
+        q: [heads blocks rows dim]; k and v: [rows dim].
+        steps: Steps over all blocks, the same in each call; in compiled code each has all heads.
+        scale: Positive factor on the scores.
     """
-    apply = _BiasedSoftmax.apply if eager(q, k, v) else _softmax
-    return apply(q, k, v, bias)[0]
+    if eager(q, k, v):
+        return _GatheredSoftmax.apply(q, k, v, steps, scale)
+    rows = _Rows(k), _Rows(v)
+    return torch.cat([_attend(q, *rows, step, scale)[0] for step in steps()], dim=1)
+
+
+class _Rows:
+    """Rows of keys or values, gathered into memory that the steps of a call share."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+        self._memory: Tensor | None = None
+
+    def __call__(self, at: Tensor) -> Tensor:
+        """Rows [heads blocks keys dim], which the next step overwrites unless a gradient needs them."""
+        shape, number = (*at.shape, self._x.shape[1]), at.numel()
+        if not eager(self._x) or torch.is_grad_enabled():
+            return self._x.index_select(0, at.flatten()).view(shape)
+        if self._memory is None or len(self._memory) < number:
+            self._memory = self._x.new_empty(number, self._x.shape[1])
+        rows = self._memory if len(self._memory) == number else self._memory[:number]
+        return torch.index_select(self._x, 0, at.flatten(), out=rows).view(shape)
 
 
 def eager(*tensors: Tensor) -> bool:
-    """Whether neither the compiler nor a transform of torch.func sees a call."""
-    return not torch.compiler.is_compiling() and not transformed(*tensors)
+    """Whether no compiler, trace or transform of torch.func sees a call."""
+    seen = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return not seen and not transformed(*tensors)
 
 
-def _softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp of each row [batch heads rows], by the fused kernel where it serves."""
-    if eager(q, k, v) and q.shape[-1] == v.shape[-1] and cpu_flash.available(q, k, v):
-        return cpu_flash.flash_rows(q, k, v, bias, 1.0)
-    scores = q @ k.mT
-    if bias is not None:
-        scores = scores + bias
-    log_sum = scores.logsumexp(dim=-1, keepdim=True)
-    return (scores - log_sum).exp() @ v, log_sum.squeeze(-1)
+def _attend(q: Tensor, k: _Rows, v: _Rows, step: Step, scale: float) -> tuple[Tensor, Tensor | None]:
+    """Output of a step, and the log-sum-exps that the fused kernel returns."""
+    rows, keys, values = q[step.blocks], k(step.at), v(step.at)
+    if eager(q, keys, values) and cpu_flash.available(q, keys, values):
+        return cpu_flash.flash_rows(rows, keys, values, step.bias, scale)
+    return _weights(rows, keys, step.bias, scale) @ values, None
 
 
-class _BiasedSoftmax(torch.autograd.Function):
-    # The log-sum-exp is an output, since second derivatives pass through it.
+def _weights(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    scores = scale * q @ k.mT
+    return (scores if bias is None else scores + bias).softmax(dim=-1)
+
+
+class _GatheredSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        out, log_sum = _softmax(q, k, v, bias)
-        ctx.save_for_backward(q, k, v, bias, out, log_sum)
-        return out, log_sum
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float) -> Tensor:
+        out, log_sums, rows = q.new_empty(q.shape), [], (_Rows(k), _Rows(v))
+        for step in steps():
+            out[step.blocks], log_sum = _attend(q, *rows, step, scale)
+            log_sums.append(log_sum)
+        ctx.save_for_backward(q, k, v, out, *log_sums)
+        ctx.steps, ctx.scale = steps, scale
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, grad_log_sum: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, out, log_sum = ctx.saved_tensors
-        scores = q @ k.mT
-        if bias is not None:
-            scores = scores + bias
-        weights = (scores - log_sum.unsqueeze(-1)).exp()
-        decrease = (grad_out * out).sum(dim=-1) - grad_log_sum
-        by_score = weights * (grad_out @ v.mT - decrease.unsqueeze(-1))
-        return by_score @ k, by_score.mT @ q, weights.mT @ grad_out, None
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, *log_sums = ctx.saved_tensors
+        gathered = _Rows(k), _Rows(v)
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for step, log_sum in zip(ctx.steps(), log_sums, strict=True):
+            grad, rows = grad_out[step.blocks], q[step.blocks]
+            keys, values = (x(step.at) for x in gathered)
+            # The fused kernel has no second derivatives.
+            if log_sum is not None and not torch.is_grad_enabled():
+                by_rows, by_keys, by_values = cpu_flash.gradients(
+                    grad, rows, keys, values, out[step.blocks], log_sum, step.bias, ctx.scale
+                )
+            else:
+                weights = _weights(rows, keys, step.bias, ctx.scale)
+                by_scores = weights * (grad @ values.mT)
+                by_scores = ctx.scale * (by_scores - weights * by_scores.sum(dim=-1, keepdim=True))
+                by_rows, by_keys, by_values = by_scores @ keys, by_scores.mT @ rows, weights.mT @ grad
+            grad_q[step.blocks] = by_rows
+            grad_k.index_add_(0, step.at.flatten(), by_keys.flatten(0, 2))
+            grad_v.index_add_(0, step.at.flatten(), by_values.flatten(0, 2))
+        return grad_q, grad_k, grad_v, None, None
