@@ -63,22 +63,22 @@ class BigBird(nn.Module):
         cache, new = append_tokens(state, k, v, key_mask), q.shape[2]
         if new == 0:
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), cache
-        mask, read = mask_of(cache), None
-        last = (cache.k.shape[2] - 1) // self._options.block
-        if mask is None and new <= cache.k.shape[2] - last * self._options.block and type(k) is Tensor:
+        mask, tokens, read = mask_of(cache), cache.k.shape[2], None
+        last = (tokens - 1) // self._options.block
+        if mask is None and (tokens - new) // self._options.block == last:
             read = self._last_read(last, cache.k)
         out = block_attention(q, cache.k, cache.v, self.pattern, scale=self._scale, key_mask=mask, read=read)
         return out, cache
 
     def _last_read(self, last: int, k: Tensor) -> Tensor:
         """Numbers of the blocks that the last block reads, stored while it grows."""
-        if not eager(k):
-            return blocks_read(range(last, last + 1), None, k, self.pattern, None)
-        if self._stored[0] != (last, k.device):
+        at, read = self._stored
+        if at != (last, k.device) or not eager(k):
             with without_inference_mode():
                 read = blocks_read(range(last, last + 1), None, k, self.pattern, None)
-            self._stored = ((last, k.device), read)
-        return self._stored[1]
+        if type(k) is Tensor and eager(k):
+            self._stored = (last, k.device), read
+        return read
 
     def keys_read(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor) -> Tensor:
         return keys_read(q, k, key_mask, rows, self.pattern)

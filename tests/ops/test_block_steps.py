@@ -50,3 +50,19 @@ def test_steps_within_blocks_and_at_their_borders_give_the_full_pass(name, maske
         outs.append(out)
         start += new
     torch.testing.assert_close(torch.cat(outs, dim=2), backend(*inputs, key_mask=mask), rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_a_step_after_a_new_draw_reads_the_blocks_of_that_draw():
+    backend, inputs = (
+        ea.build("bigbird", head_dim=8, causal=True, block=4).double(),
+        random_qkv(1, 2, 2, 63, 63, 8),
+    )
+    _, state = backend.extend(*(x[:, :, :61] for x in inputs))
+    last = [x[:, :, 61:62] for x in inputs]
+    before, _ = backend.extend(*last, state)
+    backend.redraw(1)
+    after, _ = backend.extend(*last, state)
+    expected = backend(*(x[:, :, :62] for x in inputs))[:, :, -1:]
+    assert not torch.equal(after, before)
+    torch.testing.assert_close(after, expected, rtol=0, atol=1e-12)

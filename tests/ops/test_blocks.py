@@ -90,6 +90,36 @@ def test_the_keys_read_are_those_of_the_softmax(name, options, causal):
     assert torch.equal(read & mask[:, None, None], weights > 0)
 
 
+@pytest.mark.parametrize(("name", "options"), CASES[:2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_are_the_same_where_they_have_derivatives_of_their_own(name, options, causal):
+    backend = ea.build(name, head_dim=8, causal=causal, **options).double()
+    leaves = [x.requires_grad_() for x in random_qkv(2, 4, 2, 45, 45, 8)]
+    for mask in (None, torch.arange(45) % 20 != 12):
+        loss = backend(*leaves, key_mask=None if mask is None else mask.expand(2, -1)).sin().sum()
+        expected = torch.autograd.grad(loss, leaves, retain_graph=True)
+        actual = torch.autograd.grad(loss, leaves, create_graph=True)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES[:2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_neither_the_layout_nor_the_rest_of_the_batch_changes_the_output(name, options, causal):
+    backend = ea.build(name, head_dim=8, causal=causal, **options).double()
+    # Masks that begin with a real token are served together.
+    mask = torch.rand(3, 45, generator=torch.Generator().manual_seed(0)) < 0.6
+    mask[:, 0] = True
+    inputs = random_qkv(3, 4, 2, 45, 45, 8)
+    views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    for key_mask in (None, mask):
+        expected = backend(*inputs, key_mask=key_mask)
+        torch.testing.assert_close(backend(*views, key_mask=key_mask), expected, rtol=0, atol=1e-12)
+        for entry in range(3):
+            part = slice(entry, entry + 1)
+            single = backend(*(x[part] for x in inputs), key_mask=None if key_mask is None else mask[part])
+            torch.testing.assert_close(single, expected[part], rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_chosen_blocks_are_those_of_the_definition(causal, kv_heads):
