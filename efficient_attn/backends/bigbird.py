@@ -123,7 +123,8 @@ def _mixed(x: Any) -> Any:
     """Numbers below `_PRIME` that look random, different for different x below it."""
     for constant in (0x2545F491, 0x3C6EF372):
         x = (x + constant) % _PRIME
-        x = x * (x * x % _PRIME * (x * x % _PRIME) % _PRIME) % _PRIME
+        square = x * x % _PRIME
+        x = x * (square * square % _PRIME) % _PRIME
     return x
 
 

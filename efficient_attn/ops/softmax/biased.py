@@ -37,26 +37,7 @@ def gathered_softmax(q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float
     """
     if eager(q, k, v):
         return _GatheredSoftmax.apply(q, k, v, steps, scale)
-    rows = _Rows(k), _Rows(v)
-    return torch.cat([_attend(q, *rows, step, scale)[0] for step in steps()], dim=1)
-
-
-class _Rows:
-    """Rows of keys or values, gathered into memory that the steps of a call share."""
-
-    def __init__(self, x: Tensor) -> None:
-        self._x = x
-        self._memory: Tensor | None = None
-
-    def __call__(self, at: Tensor) -> Tensor:
-        """Rows [heads blocks keys dim], which the next step overwrites unless a gradient needs them."""
-        shape, number = (*at.shape, self._x.shape[1]), at.numel()
-        if not eager(self._x) or torch.is_grad_enabled():
-            return self._x.index_select(0, at.flatten()).view(shape)
-        if self._memory is None or len(self._memory) < number:
-            self._memory = self._x.new_empty(number, self._x.shape[1])
-        rows = self._memory if len(self._memory) == number else self._memory[:number]
-        return torch.index_select(self._x, 0, at.flatten(), out=rows).view(shape)
+    return torch.cat([_attend(q, k, v, step, scale)[0] for step in steps()], dim=1)
 
 
 def eager(*tensors: Tensor) -> bool:
@@ -65,12 +46,25 @@ def eager(*tensors: Tensor) -> bool:
     return not seen and not transformed(*tensors)
 
 
-def _attend(q: Tensor, k: _Rows, v: _Rows, step: Step, scale: float) -> tuple[Tensor, Tensor | None]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, step: Step, scale: float, memory: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Output of a step, and the log-sum-exps that the fused kernel returns."""
-    rows, keys, values = q[step.blocks], k(step.at), v(step.at)
-    if eager(q, keys, values) and cpu_flash.available(q, keys, values):
+    rows, (keys, values) = q[step.blocks], _gathered(k, v, step, memory)
+    if eager(q, k, v) and cpu_flash.available(q, k, v):
         return cpu_flash.flash_rows(rows, keys, values, step.bias, scale)
     return _weights(rows, keys, step.bias, scale) @ values, None
+
+
+def _gathered(k: Tensor, v: Tensor, step: Step, memory: tuple[Tensor, ...] | None) -> list[Tensor]:
+    """Keys and values that each block reads, [heads blocks keys dim], in memory that steps share, or None."""
+    at = step.at.flatten()
+    if memory is None:
+        rows = [x.index_select(0, at) for x in (k, v)]
+    else:
+        # A tensor without numbers takes any size, and its memory stays.
+        rows = [torch.index_select(x, 0, at, out=y.resize_(0)) for x, y in zip((k, v), memory, strict=True)]
+    return [x.view(*step.at.shape, x.shape[1]) for x in rows]
 
 
 def _weights(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
@@ -81,9 +75,9 @@ def _weights(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
 class _GatheredSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float) -> Tensor:
-        out, log_sums, rows = q.new_empty(q.shape), [], (_Rows(k), _Rows(v))
+        out, log_sums, memory = q.new_empty(q.shape), [], (k.new_empty(0), v.new_empty(0))
         for step in steps():
-            out[step.blocks], log_sum = _attend(q, *rows, step, scale)
+            out[step.blocks], log_sum = _attend(q, k, v, step, scale, memory)
             log_sums.append(log_sum)
         ctx.save_for_backward(q, k, v, out, *log_sums)
         ctx.steps, ctx.scale = steps, scale
@@ -92,13 +86,12 @@ class _GatheredSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, *log_sums = ctx.saved_tensors
-        gathered = _Rows(k), _Rows(v)
+        memory = None if torch.is_grad_enabled() else (k.new_empty(0), v.new_empty(0))
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for step, log_sum in zip(ctx.steps(), log_sums, strict=True):
-            grad, rows = grad_out[step.blocks], q[step.blocks]
-            keys, values = (x(step.at) for x in gathered)
+            grad, rows, (keys, values) = grad_out[step.blocks], q[step.blocks], _gathered(k, v, step, memory)
             # The fused kernel has no second derivatives.
-            if log_sum is not None and not torch.is_grad_enabled():
+            if log_sum is not None and memory is not None:
                 by_rows, by_keys, by_values = cpu_flash.gradients(
                     grad, rows, keys, values, out[step.blocks], log_sum, step.bias, ctx.scale
                 )
