@@ -164,7 +164,8 @@ def key_gradients(inputs: LinearInputs, reference: Tensor, query_sums: Tensor) -
         rows = inputs.key_rows(part)
         features = inputs.key_features(rows, part)
         values = with_ones(inputs.real_rows(inputs.v, part))
-        grads, grad_values = read_gradients(features, values, -finite(reference), query_sums)
+        offset, unscaled = -finite(reference), inputs.map.unscaled
+        grads, grad_values = read_gradients(features, values, offset, query_sums, unscaled=unscaled)
         grad_k[..., part, :] = inputs.key_gradient(rows, features, grads)
         grad_v[..., part, :] = grad_values
     return grad_k, grad_v

@@ -163,7 +163,7 @@ class Rows(NamedTuple):
     Attributes:
         queries: [batch kv_heads chunks·rows head_dim], scaled.
         features: [flat_heads chunks rows features].
-        g: [g, −δ], [flat_heads chunks rows value_dim+1].
+        g: [g, −δ], without scales times e^(−L), [flat_heads chunks rows value_dim+1].
         logarithm: L, [flat_heads chunks rows 1]; +inf: no key.
         sign: Sign of the denominator, 1 or −1; None: all are positive.
     """
@@ -203,28 +203,25 @@ def causal_gradients(
 
 def _rows(segment: Segment, grad_out: Tensor, outputs: Outputs) -> Rows:
     queries, g, out = segment.query_rows(), segment.rows(grad_out), segment.rows(outputs.out)
-    sign = None
+    sign, logarithm = None, segment.rows(outputs.log_normaliser, torch.inf)
     if segment.inputs.map.signed:
         sign = 1 - 2 * segment.rows(outputs.negative)
-    return Rows(
-        queries,
-        segment.query_features(queries),
-        torch.cat([g, -(g * out).sum(dim=-1, keepdim=True)], dim=-1),
-        segment.rows(outputs.log_normaliser, torch.inf),
-        sign,
-    )
+    g = torch.cat([g, -(g * out).sum(dim=-1, keepdim=True)], dim=-1)
+    if segment.inputs.map.unscaled:
+        g = g * logarithm.neg().exp()
+    return Rows(queries, segment.query_features(queries), g, logarithm, sign)
 
 
 def _within_chunks(segment: Segment, rows: Rows, past: LinearState, grads: tuple[Tensor, ...]) -> LinearState:
     """Write gradients from earlier keys and from pairs of the same chunk. Return the state after them."""
-    keys = keys_of(segment, past)
+    keys, unscaled = keys_of(segment, past), segment.inputs.map.unscaled
     offset = floor(keys.before.log_scale) - rows.logarithm
     if rows.features.values is None:
         grad_q = feature_gradients(at_reference(rows.features, offset), rows.g @ keys.before.sums.mT)
     else:
-        g = rows.g * row_factors(offset, rows.sign)
+        g = rows.g if unscaled else rows.g * row_factors(offset, rows.sign)
         grad_q = rows.features._replace(values=g @ keys.before.sums.mT)
-    pairs = _pairs(rows, keys)
+    pairs = _pairs_without_scales(rows, keys) if unscaled else _pairs(rows, keys)
     grad_q = _sum(grad_q, pairs.grad_queries)
     grad_q_rows = segment.query_gradient(rows.queries, rows.features, grad_q)
     grads[0][..., segment.part, :] = grad_q_rows
@@ -239,6 +236,17 @@ class Pairs(NamedTuple):
     grad_queries: Features
     grad_keys: Features
     grad_values: Tensor
+
+
+def _pairs_without_scales(rows: Rows, keys: Keys) -> Pairs:
+    queries, weights, size = rows.features.values, keys.scaled.weights, keys.values.shape[-2]
+    assert queries is not None, "features without scales are values"
+    grad_scores = _triangle(rows.g @ keys.values.mT, size)
+    return Pairs(
+        rows.features._replace(values=grad_scores @ weights),
+        keys.features._replace(values=grad_scores.mT @ queries),
+        _triangle(queries @ weights.mT, size).mT @ rows.g[..., :-1],
+    )
 
 
 def _pairs(rows: Rows, keys: Keys) -> Pairs:
@@ -287,17 +295,21 @@ def _with_weak_chunks(pairs: Pairs, weak_rows: Tensor, rows: Rows, keys: Keys) -
 
 def _from_later(segment: Segment, rows: Rows, later: LinearState, grads: tuple[Tensor, ...]) -> LinearState:
     """Add the gradients from queries of later chunks. Return the state of all queries from the segment on."""
+    unscaled = segment.inputs.map.unscaled
     largest = (rows.features.log_scale - rows.logarithm).amax(dim=-2, keepdim=True)
     offset = -floor(largest) - rows.logarithm
-    if rows.features.values is None:
+    if unscaled and rows.features.values is not None:
+        sums = LinearState(rows.features.values.mT @ rows.g, rows.features.log_scale[..., :1, :])
+    elif rows.features.values is None:
         sums = LinearState(at_reference(rows.features, offset).weights.mT @ rows.g, largest)
     else:
         g = rows.g * row_factors(offset, rows.sign)
         sums = LinearState(rows.features.values.mT @ g, largest)
-    after, whole = running_states(sums, later, reverse=True)
+    after, whole = running_states(sums, later, reverse=True, unscaled=unscaled)
     key_rows = segment.key_rows()
     features = segment.key_features(key_rows)
-    grad, grad_v = read_gradients(features, segment.values(), floor(after.log_scale), after.sums)
+    offset = floor(after.log_scale)
+    grad, grad_v = read_gradients(features, segment.values(), offset, after.sums, unscaled=unscaled)
     grads[1][..., segment.positions, :] += segment.key_gradient(key_rows, features, grad)
     grads[2][..., segment.positions, :] += segment.value_gradient(grad_v)
     return whole

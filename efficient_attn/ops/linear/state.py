@@ -210,14 +210,18 @@ def feature_gradients(scaled: Scaled, grad_weights: Tensor) -> Features:
 
 
 def read_gradients(
-    keys: Features, values: Tensor, offset: Tensor, query_sums: Tensor
+    keys: Features, values: Tensor, offset: Tensor, query_sums: Tensor, *, unscaled: bool
 ) -> tuple[Features, Tensor]:
     """Gradients of key features and of values, from sums over queries, [… features value_dim+1].
 
     Args:
         values: Values and ones, [… rows value_dim+1].
         offset: Logarithmic factor on the features.
+        unscaled: Whether every scale and factor is 1, see `FeatureMap`.
     """
+    if unscaled and keys.values is not None:
+        grads = keys._replace(values=values @ query_sums.mT)
+        return grads, keys.values @ query_sums[..., :-1]
     if keys.values is None:
         scaled = at_reference(keys, offset)
         return feature_gradients(scaled, values @ query_sums.mT), scaled.weights @ query_sums[..., :-1]
