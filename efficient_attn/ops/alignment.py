@@ -97,12 +97,10 @@ def alike(mask: Tensor) -> list[tuple[slice, int]]:
 
 
 def real_spans(mask: Tensor) -> Spans | None:
-    """First real token of each batch entry and end of its real tokens, or nothing if all tokens are real.
+    """First real token and end of the real tokens of each batch entry, or nothing if all are real.
 
-    None: masked tokens lie between real ones, or the mask has no contents.
+    None: masked tokens lie between real ones.
     """
-    if type(mask) is not Tensor:
-        return None
     start, at = mask.byte().argmax(dim=1, keepdim=True), torch.arange(mask.shape[1])
     end = start + mask.sum(dim=1, keepdim=True)
     if not torch.equal((at >= start) & (at < end), mask):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.operators import transformed
+from efficient_attn.ops.paths import tuned_for_cpu
 from efficient_attn.ops.softmax import cpu_flash
 
 
@@ -44,6 +45,11 @@ def eager(*tensors: Tensor) -> bool:
     """Whether no compiler, trace or transform of torch.func sees a call."""
     seen = torch.compiler.is_compiling() or torch.jit.is_tracing()
     return not seen and not transformed(*tensors)
+
+
+def readable(contents: Tensor, *tensors: Tensor) -> bool:
+    """Whether a call of these tensors may depend on the contents of one: on the CPU, seen by nothing else."""
+    return type(contents) is Tensor and tuned_for_cpu(contents) and eager(contents, *tensors)
 
 
 def _attend(

@@ -13,7 +13,7 @@ from efficient_attn.ops.alignment import Spans, real_spans
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.paths import parts
 from efficient_attn.ops.softmax import cpu_flash
-from efficient_attn.ops.softmax.biased import eager
+from efficient_attn.ops.softmax.biased import eager, readable
 from efficient_attn.ops.softmax.definition import causal_mask
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
@@ -42,7 +42,8 @@ def fused_attention(
         # The kernel multiplies the −inf of its causal mask by the scale, which would give NaN or +inf.
         q, scale = q * scale, 1.0
     rowwise, spans = causal and _plain(q.shape[-2] > 1), None
-    if rowwise and key_mask is not None and q.shape[-2] == k.shape[-2] and _available(q, k, v, dropout):
+    whole = rowwise and q.shape[-2] == k.shape[-2] and not dropout
+    if whole and key_mask is not None and readable(key_mask, q, k, v) and cpu_flash.available(q, k, v):
         spans = real_spans(key_mask)
     if spans is not None:
         key_mask = None
@@ -80,18 +81,12 @@ def _plain(condition: bool) -> bool:
     return any([condition])
 
 
-def _available(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
-    """Whether `_CausalBlocks` serves a call. The contents of a mask on the CPU cost no wait."""
-    immediate = eager(q, k, v) and not torch.jit.is_tracing()
-    return immediate and not dropout and cpu_flash.available(q, k, v)
-
-
 def _causal_in_blocks(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, key_mask: Tensor | None, dropout: float
 ) -> Tensor:
     """Attention block by block of rows, over the keys up to the block's last row, with one mask each."""
     asks = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if asks and q.shape[-2] > _ROWS and _available(q, k, v, dropout):
+    if asks and q.shape[-2] > _ROWS and not dropout and eager(q, k, v) and cpu_flash.available(q, k, v):
         return _by_flash(q, k, v, key_mask, scale, None)
     blocks = []
     for rows, keys, _ in _blocks(q, k, None):
