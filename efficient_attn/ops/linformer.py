@@ -1,11 +1,12 @@
 """Softmax attention over low-rank projections of keys and values (Linformer, Wang et al. 2020)."""
 
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import upcast_dtype, zero_masked
+from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.paths import dynamic, parts, product_dtype, step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax.biased import readable
 from efficient_attn.ops.softmax.fused import fused_attention
@@ -14,7 +15,7 @@ from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 # Tokens per chunk on the CPU, in half precision and in the gradient of the mixtures.
 _PIECE = 512
 # Most parts of a mixture that are copied in turn.
-_COPIED = 8
+_COPIED = 16
 
 
 def linformer_attention(
@@ -93,8 +94,8 @@ def _cast_sums(mix: Tensor, x: Tensor, heads: int, dtype: torch.dtype) -> Tensor
     """Rows E x, with a part of the mixture at a time cast to the dtype."""
     if mix.dtype is dtype:
         return row_sums(mix, x, heads)
-    pieces = [row_sums(mix[..., part].to(dtype), x[..., part, :], heads) for part in _copied_parts(mix)]
-    return torch.stack(pieces).sum(dim=0)
+    sums = (row_sums(mix[..., part].to(dtype), x[..., part, :], heads) for part in _copied_parts(mix))
+    return reduce(torch.add, map(upcast, sums)).to(dtype)
 
 
 def _copied_parts(mix: Tensor) -> list[slice]:
@@ -131,8 +132,8 @@ def real_weight(mix: Tensor, key_mask: Tensor | None) -> Tensor:
     dtype = upcast_dtype(mix.dtype)
     if key_mask is not None:
         real = key_mask.to(dtype).mT
-        sums = [mix[..., part].abs().to(dtype) @ real[part] for part in _copied_parts(mix)]
-        return torch.stack(sums).sum(dim=0).movedim(-1, 0)
+        weights = (mix[..., part].abs().to(dtype) @ real[part] for part in _copied_parts(mix))
+        return reduce(torch.add, weights).movedim(-1, 0)
     return torch.linalg.vector_norm(mix, ord=1, dim=-1, dtype=dtype).unsqueeze(0)
 
 
