@@ -152,7 +152,7 @@ def loaded_after(code: str, folder: Path) -> set[str]:
     return set(json.loads(child.stdout))
 
 
-@pytest.mark.parametrize("words", [None, ["--help"], ["bench", "--help"]], ids=str)
+@pytest.mark.parametrize("words", [None, ["--help"], ["--version"], ["bench", "--help"]], ids=str)
 def test_importing_the_package_and_asking_for_help_load_nothing_heavy(
     words: list[str] | None, tmp_path: Path
 ) -> None:

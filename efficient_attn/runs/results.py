@@ -1,6 +1,6 @@
 """Results: records read from run folders, as data frame, tables, plots, sentences, files and reports."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ _COLUMNS = ("kind", "label", "tokens")
 
 
 class Results:
-    """Records of one or several runs.
+    """Records of one or several runs: `for record in ea.mse(...)` visits each.
 
     Attributes:
         records: In the order in which they were measured.
@@ -67,6 +67,9 @@ class Results:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.records)
 
     def __repr__(self) -> str:
         return f"Results({len(self)} records; .to_pandas(), .plot(), .sentences(), .save(folder))"

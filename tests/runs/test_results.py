@@ -89,8 +89,8 @@ def test_what_is_saved_is_read_again_and_a_torn_record_is_told(tmp_path, undrawn
     file, environment = Results(costs(), environment={"python": "3"}).save(tmp_path)
     assert (file.name, environment.name) == ("records.jsonl", "environment.json")
     again = read(tmp_path)
-    assert list(again.records) == costs() and again.environment == {"python": "3"}
-    assert list(read(file, tmp_path).records) == costs() * 2
+    assert list(again) == list(again.records) == costs() and again.environment == {"python": "3"}
+    assert list(read(file, tmp_path)) == costs() * 2
     file.write_bytes(file.read_bytes() + b'{"schema": 1')
     assert read(file).notes == ("The last line of records.jsonl was cut off and is left out.",)
 
