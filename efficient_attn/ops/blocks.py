@@ -228,9 +228,9 @@ def _attend(
 ) -> Tensor:
     """Outputs of the queries."""
     ((q, span),), size, value_dim = inputs.runs(), pattern.block, inputs.v.shape[3]
+    k, v, real = inputs.k, inputs.v, inputs.real if masked else None
     # The fused kernel requires one width.
-    q, k, v = (padded_rows(x, max(q.shape[3], value_dim)) for x in (q, inputs.k, inputs.v))
-    (batch, kv_heads), real = k.shape[:2], inputs.real if masked else None
+    (batch, kv_heads), q = k.shape[:2], padded_rows(q, max(q.shape[3], value_dim))
     queries = range(span.start // size, -(-span.stop // size))
     before, after = span.start - queries.start * size, queries.stop * size - span.stop
     if read is None:
@@ -248,7 +248,7 @@ def _attend(
         # Below the bias of a masked key, so that a query without real keys does not average later keys.
         later = q.new_full((rows, last), 2 * MASKED).triu(last - rows + 1).repeat(blocks.shape[2], 1)
     keys, values, strides = _rows(k, v)
-    steps = _steps(k, read, real, strides, pattern, last, later)
+    steps = _steps(k, read, real, strides, pattern, q.shape[3], last, later)
     out = gathered_softmax(blocks.flatten(2, 3), keys, values, steps, scale)
     out = out.view(blocks.shape).transpose(1, 2).reshape(q.shape)[..., :value_dim]
     return out if single else out[:, :, before : before + len(span)]
@@ -308,14 +308,15 @@ def _hosted(x: Tensor) -> bool:
 
 def _rows(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[int]]:
     """Rows of all keys and values [rows dim], and their strides in batch entries, heads and tokens."""
-    dim, trained = k.shape[3], torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-    views = not trained and eager(k, v) and k.stride() == v.stride() and k.stride(3) == 1
-    if not views or any(stride % dim for stride in k.stride()[:3]):
+    trained = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    whole = all(x.stride(3) == 1 and not any(y % x.shape[3] for y in x.stride()[:3]) for x in (k, v))
+    strides, strides_v = ([y // x.shape[3] for y in x.stride()[:3]] for x in (k, v))
+    if trained or not eager(k, v) or not whole or strides != strides_v:
         return k.flatten(0, 2), v.flatten(0, 2), [k.shape[1] * k.shape[2], k.shape[2], 1]
     # A cache has room behind the tokens of each head.
-    strides = [stride // dim for stride in k.stride()[:3]]
     number = 1 + sum((length - 1) * stride for length, stride in zip(k.shape, strides, strict=False))
-    return k.as_strided((number, dim), (dim, 1)), v.as_strided((number, dim), (dim, 1)), strides
+    rows_k, rows_v = (x.as_strided((number, x.shape[3]), (x.shape[3], 1)) for x in (k, v))
+    return rows_k, rows_v, strides
 
 
 def _steps(
@@ -324,6 +325,7 @@ def _steps(
     real: Tensor | None,
     strides: list[int],
     pattern: Pattern,
+    width: int,
     last: int,
     later: Tensor | None,
 ) -> Steps:
@@ -332,10 +334,11 @@ def _steps(
     Args:
         read: Numbers of the blocks that each block reads, [batch heads blocks most].
         strides: Strides of the rows of keys, see `_rows`.
+        width: Numbers in a row that a step gathers.
         last: Number of keys that a block reads of its own.
         later: Score bias of these keys, [rows last]; None: zero.
     """
-    (batch, kv_heads, tokens, dim), (heads, blocks, most), size = k.shape, read.shape[1:], pattern.block
+    (batch, kv_heads, tokens), (heads, blocks, most), size = k.shape[:3], read.shape[1:], pattern.block
     head = torch.arange(batch * heads, device=k.device)[:, None, None]
     # First row of the keys of each head.
     begin = head // (heads // kv_heads) * strides[1]
@@ -367,13 +370,13 @@ def _steps(
         return Step(part, begin[part[0]] + token * strides[2], bias)
 
     def steps() -> Iterator[Step]:
-        for part in _parts(len(read), range(readers), 2 * dim * (tokens + size), k):
+        for part in _parts(len(read), range(readers), 2 * width * (tokens + size), k):
             yield step(part, True)
         # The first causal blocks have lists of different lengths.
         short = sum(length < most for length in lengths[0]) if pattern.causal else readers
         alone = [range(block, block + 1) for block in range(readers, short)]
         for span in (*alone, range(short, blocks)):
-            for part in _parts(len(read), span, 2 * dim * most * size, k):
+            for part in _parts(len(read), span, 2 * width * most * size, k):
                 yield step(part, False)
 
     return steps

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from efficient_attn.ops.alignment import padded_rows
 from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.paths import tuned_for_cpu
 from efficient_attn.ops.softmax import cpu_flash
@@ -32,7 +33,7 @@ def gathered_softmax(q: Tensor, k: Tensor, v: Tensor, steps: Steps, scale: float
     """softmax(scale · q kᵀ + bias) v of blocks of queries, [heads blocks rows dim].
 
     Args:
-        q: [heads blocks rows dim]; k and v: [rows dim].
+        q: [heads blocks rows dim], as wide as the wider of k and v; k and v: [rows dim].
         steps: Steps over all blocks, the same in each call; in compiled code each has all heads.
         scale: Positive factor on the scores.
     """
@@ -63,14 +64,19 @@ def _attend(
 
 
 def _gathered(k: Tensor, v: Tensor, step: Step, memory: tuple[Tensor, ...] | None) -> list[Tensor]:
-    """Keys and values that each block reads, [heads blocks keys dim], in memory that steps share, or None."""
+    """Keys and values that each block reads, [heads blocks keys dim], equally wide.
+
+    Args:
+        memory: Memory that the steps share; None: a gradient needs the rows of each step.
+    """
     at = step.at.flatten()
     if memory is None:
         rows = [x.index_select(0, at) for x in (k, v)]
     else:
         # A tensor without numbers takes any size, and its memory stays.
         rows = [torch.index_select(x, 0, at, out=y.resize_(0)) for x, y in zip((k, v), memory, strict=True)]
-    return [x.view(*step.at.shape, x.shape[1]) for x in rows]
+    width = max(k.shape[1], v.shape[1])
+    return [padded_rows(x.view(*step.at.shape, x.shape[1]), width) for x in rows]
 
 
 def _weights(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
@@ -107,6 +113,6 @@ class _GatheredSoftmax(torch.autograd.Function):
                 by_scores = ctx.scale * (by_scores - weights * by_scores.sum(dim=-1, keepdim=True))
                 by_rows, by_keys, by_values = by_scores @ keys, by_scores.mT @ rows, weights.mT @ grad
             grad_q[step.blocks] = by_rows
-            grad_k.index_add_(0, step.at.flatten(), by_keys.flatten(0, 2))
-            grad_v.index_add_(0, step.at.flatten(), by_values.flatten(0, 2))
+            grad_k.index_add_(0, step.at.flatten(), by_keys[..., : k.shape[1]].flatten(0, 2))
+            grad_v.index_add_(0, step.at.flatten(), by_values[..., : v.shape[1]].flatten(0, 2))
         return grad_q, grad_k, grad_v, None, None
