@@ -24,7 +24,7 @@ from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.paths import HELD, note_kernel, tuned_for_cpu
 from efficient_attn.ops.softmax import flex
-from efficient_attn.ops.softmax.biased import Step, Steps, eager, gathered_softmax
+from efficient_attn.ops.softmax.biased import Step, Steps, eager, gathered_softmax, readable
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
@@ -301,11 +301,6 @@ def blocks_read(
     return torch.cat([read, row[:, None].expand(*read.shape[:3], 1)], dim=3)
 
 
-def _hosted(x: Tensor) -> bool:
-    """Whether numbers of a tensor on the CPU may decide about the next operators."""
-    return type(x) is Tensor and tuned_for_cpu(x) and eager(x)
-
-
 def _rows(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[int]]:
     """Rows of all keys and values [rows dim], and their strides in batch entries, heads and tokens."""
     trained = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
@@ -347,7 +342,7 @@ def _steps(
     read, within = read.flatten(0, 1) * size, torch.arange(size, device=k.device)
     readers = min(pattern.readers, blocks)
     # A list is shorter where fewer blocks are read, if no device has to wait for its length.
-    hosted = _hosted(k)
+    hosted = readable(k)
     lengths = (read < tokens).sum(dim=2).tolist() if hosted else [[most] * blocks] * len(read)
     whole = hosted and real is None and (tokens % size == 0 or last < size)
 
@@ -389,9 +384,9 @@ def _parts(heads: int, blocks: range, numbers: int, k: Tensor) -> Iterator[tuple
         numbers: Numbers that a block of queries gathers.
     """
     group = heads
-    if _hosted(k):
+    if readable(k):
         group = min(max(_STEP // (numbers * max(len(blocks), 1)), 1), heads)
-    most = max((_STEP if _hosted(k) else _COMPILED if tuned_for_cpu(k) else HELD) // (numbers * group), 1)
+    most = max((_STEP if readable(k) else _COMPILED if tuned_for_cpu(k) else HELD) // (numbers * group), 1)
     for head in range(0, heads, group):
         for block in range(blocks.start, blocks.stop, most):
             yield slice(head, head + group), slice(block, min(block + most, blocks.stop))
