@@ -1,7 +1,6 @@
 """Softmax over a window, the first and a few random blocks of keys. Longformer without random blocks."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,10 +48,11 @@ class BigBird(nn.Module):
 
     def __init__(self, problem: AttentionProblem, options: BigBirdOptions) -> None:
         super().__init__()
-        self._scale, self._options, self._causal = problem.factor, options, problem.causal
-        # Place of the last block, and the blocks that it reads.
+        self._scale, self._options, self._seed = problem.factor, options, options.seed
+        readers = 0 if problem.causal else options.global_blocks
+        self.pattern = Pattern(options.block, readers, self._choose, problem.causal)
+        # Place of the last block of a state, and the blocks that it reads.
         self._stored: tuple[Any, Any] = (None, None)
-        self.redraw(options.seed)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         return block_attention(q, k, v, self.pattern, scale=self._scale, key_mask=key_mask)
@@ -60,12 +60,12 @@ class BigBird(nn.Module):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
     ) -> tuple[Tensor, KVCache]:
-        cache, new = append_tokens(state, k, v, key_mask), q.shape[2]
+        cache = append_tokens(state, k, v, key_mask)
+        new, tokens, block = q.shape[2], cache.k.shape[2], self._options.block
         if new == 0:
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), cache
-        mask, tokens, read = mask_of(cache), cache.k.shape[2], None
-        last = (tokens - 1) // self._options.block
-        if mask is None and (tokens - new) // self._options.block == last:
+        mask, read, last = mask_of(cache), None, (tokens - 1) // block
+        if mask is None and (tokens - new) // block == last:
             read = self._last_read(last, cache.k)
         out = block_attention(q, cache.k, cache.v, self.pattern, scale=self._scale, key_mask=mask, read=read)
         return out, cache
@@ -85,38 +85,33 @@ class BigBird(nn.Module):
 
     def redraw(self, seed: int) -> None:
         whole_number("seed", seed)
-        readers = 0 if self._causal else self._options.global_blocks
-        choose = partial(_chosen_blocks, self._options, seed, self._causal)
-        self.pattern = Pattern(self._options.block, readers, choose, self._causal)
-        self._stored = (None, None)
+        self._seed, self._stored = seed, (None, None)
 
+    def _choose(self, blocks: Blocks) -> Tensor:
+        (row, real, none), causal = blocks[:3], self.pattern.causal
+        first, side = self._options.global_blocks, self._options.window // 2
+        back, ahead = (self._options.window - 1, 0) if causal else (side, side)
+        sides = [torch.arange(*ends, device=row.device) for ends in ((-back, 0), (1, ahead + 1))]
+        near = row[:, None] + torch.cat(sides)
+        near = near.masked_fill(near < first, none)
+        begin = torch.arange(first, device=row.device).expand(len(row), -1)
+        begin = begin.masked_fill(begin >= row[:, None], none)
 
-def _chosen_blocks(options: BigBirdOptions, seed: int, causal: bool, blocks: Blocks) -> Tensor:
-    """Numbers of the blocks that blocks read besides themselves, see `Pattern.choose`."""
-    row, real, none = blocks[:3]
-    first, side = options.global_blocks, options.window // 2
-    back, ahead = (options.window - 1, 0) if causal else (side, side)
-    sides = [torch.arange(*ends, device=row.device) for ends in ((-back, 0), (1, ahead + 1))]
-    near = row[:, None] + torch.cat(sides)
-    near = near.masked_fill(near < first, none)
-    begin = torch.arange(first, device=row.device).expand(len(row), -1)
-    begin = begin.masked_fill(begin >= row[:, None], none)
-
-    # Floyd's draw of some of the blocks outside: `before` ones, and the others after the window.
-    before = (row - back - first).clamp_min(0)
-    number = before if causal else before + (real - row - ahead - 1).clamp_min(0)
-    # No index to a compiler, which would multiply in 32 bits on a GPU.
-    of_block = _mixed((_mixed(seed % _PRIME) + row) | 0)
-    position = torch.arange(options.random_blocks, device=row.device)
-    last = number.expand(len(real), 1, len(row))[..., None] - len(position) + position
-    drawn = _mixed(of_block[:, None] + position) % (last + 1).clamp_min(1)
-    for later in range(1, len(position)):
-        seen = (drawn[..., later, None] == drawn[..., :later]).any(dim=-1)
-        drawn[..., later] = torch.where(seen, last[..., later], drawn[..., later])
-    before, after = before[:, None], (row + ahead + 1)[:, None]
-    place = torch.where(drawn < before, first + drawn, after + drawn - before)
-    read = (near, begin, torch.where(last < 0, none, place))
-    return torch.cat([x.expand(len(real), 1, -1, -1) for x in read], dim=3)
+        # Floyd's draw of some of the blocks outside: `before` ones, and the others after the window.
+        before = (row - back - first).clamp_min(0)
+        number = before if causal else before + (real - row - ahead - 1).clamp_min(0)
+        # No index to a compiler, which would multiply in 32 bits on a GPU.
+        of_block = _mixed((_mixed(self._seed % _PRIME) + row) | 0)
+        position = torch.arange(self._options.random_blocks, device=row.device)
+        last = number.expand(len(real), 1, len(row))[..., None] - len(position) + position
+        drawn = _mixed(of_block[:, None] + position) % (last + 1).clamp_min(1)
+        for later in range(1, len(position)):
+            seen = (drawn[..., later, None] == drawn[..., :later]).any(dim=-1)
+            drawn[..., later] = torch.where(seen, last[..., later], drawn[..., later])
+        before, after = before[:, None], (row + ahead + 1)[:, None]
+        place = torch.where(drawn < before, first + drawn, after + drawn - before)
+        read = (near, begin, torch.where(last < 0, none, place))
+        return torch.cat([x.expand(len(real), 1, -1, -1) for x in read], dim=3)
 
 
 def _mixed(x: Any) -> Any:

@@ -135,9 +135,9 @@ def block_attention(
             return _by_flex(q, k, v, pattern, scale, sums)
         except flex.NotCompiledError:
             pass
+    q, dtype = upcast(q), q.dtype
     if scale <= 0:
         q, scale = q * scale, 1.0
-    q, dtype = upcast(q), q.dtype
     if key_mask is None or not (tuned_for_cpu(q) and eager(q, k, v)):
         inputs = alignment(q, k, v, key_mask, None)
         out = _attend(inputs, pattern, scale, key_mask is not None, sums, read)
@@ -346,33 +346,31 @@ def _steps(
     lengths = (read < tokens).sum(dim=2).tolist() if hosted else [[most] * blocks] * len(read)
     whole = hosted and real is None and (tokens % size == 0 or last < size)
 
-    def step(part: tuple[slice, slice], all_keys: bool) -> Step:
-        numbers = [number for row in lengths[part[0]] for number in row[part[1]]]
-        listed = read[part][..., most - max(numbers) :]
-        if all_keys:
-            listed = torch.arange(0, tokens, size, device=k.device).expand(*listed.shape[:2], -1)
+    def step(part: tuple[slice, slice], listed: Tensor, uniform: bool) -> Step:
         number = listed.shape[2] * size - size + last
         token = (listed[..., None] + within).flatten(2)[..., :number]
         bias = None if later is None else F.pad(later, (number - last, 0))
-        if whole and (all_keys or min(numbers) == max(numbers)):
-            return Step(part, begin[part[0]] + token * strides[2], bias)
-        visible, token = token < tokens, token.clamp_max(tokens - 1)
-        if real is not None:
-            visible = visible & real.flatten()[head[part[0]] // heads * tokens + token]
-        if not hosted or not visible.all():
-            of_keys = bias_of(visible[:, :, None], k)
-            bias = of_keys if bias is None else of_keys + bias
+        if not (whole and uniform):
+            visible, token = token < tokens, token.clamp_max(tokens - 1)
+            if real is not None:
+                visible = visible & real.flatten()[head[part[0]] // heads * tokens + token]
+            if not hosted or not visible.all():
+                of_keys = bias_of(visible[:, :, None], k)
+                bias = of_keys if bias is None else of_keys + bias
         return Step(part, begin[part[0]] + token * strides[2], bias)
 
     def steps() -> Iterator[Step]:
         for part in _parts(len(read), range(readers), 2 * width * (tokens + size), k):
-            yield step(part, True)
+            every = torch.arange(0, tokens, size, device=k.device)
+            yield step(part, every.expand(*read[part].shape[:2], -1), True)
         # The first causal blocks have lists of different lengths.
         short = sum(length < most for length in lengths[0]) if pattern.causal else readers
         alone = [range(block, block + 1) for block in range(readers, short)]
         for span in (*alone, range(short, blocks)):
             for part in _parts(len(read), span, 2 * width * most * size, k):
-                yield step(part, False)
+                numbers = [number for row in lengths[part[0]] for number in row[part[1]]]
+                listed = read[part][..., most - max(numbers) :]
+                yield step(part, listed, min(numbers) == max(numbers))
 
     return steps
 
