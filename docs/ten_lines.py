@@ -82,7 +82,9 @@ def blocks(q: Tensor, k: Tensor, v: Tensor, lists: list[Tensor], heads: Tensor, 
     outs = []
     for number, read in enumerate(lists):
         keys, values = (x[heads, read].flatten(1, 2)[None] for x in (k, v))
-        outs.append(F.scaled_dot_product_attention(q[:, :, number * size : (number + 1) * size], keys, values))
+        outs.append(
+            F.scaled_dot_product_attention(q[:, :, number * size : (number + 1) * size], keys, values)
+        )
     return torch.cat(outs, dim=2)
 
 
@@ -120,7 +122,9 @@ def cached(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Tensor]:
     def call(*_: Tensor) -> Tensor:
         for i in range(10):
             keys[:, :, tokens + i], values[:, :, tokens + i] = k[:, :, i], v[:, :, i]
-            out = masked(q[:, :, i : i + 1], keys[:, :, : tokens + i + 1], values[:, :, : tokens + i + 1], None)
+            out = masked(
+                q[:, :, i : i + 1], keys[:, :, : tokens + i + 1], values[:, :, : tokens + i + 1], None
+            )
         return out
 
     return call
@@ -149,7 +153,13 @@ def rows() -> Iterator[Row]:
             w, dims = backend.core.features.projection, (-1, -2)
             form = by_features(sums, partial(positive, w=w, dims=-1), partial(positive, w=w, dims=dims))
             yield Row(f"performer-positive{end}", backend, words, form, **options)
-            yield Row(f"linear-elu{end}", built("linear-elu", size, causal=causal), words, by_features(sums, elu, elu), **options)
+            yield Row(
+                f"linear-elu{end}",
+                built("linear-elu", size, causal=causal),
+                words,
+                by_features(sums, elu, elu),
+                **options,
+            )
             backend = built("linear-relu", size, causal=causal)
             phi = partial(relu, w=backend.core.features.projection)
             yield Row(f"linear-relu{end}", backend, words, by_features(sums, phi, phi), **options)
@@ -169,10 +179,18 @@ def rows() -> Iterator[Row]:
         backend = built(name, shape)
         read = backend.keys_read(q, k, rows=torch.arange(63, shape[3], 64)).unflatten(-1, (-1, 64)).any(-1)[0]
         read = read.expand(shape[1], -1, -1)
-        lists = [torch.stack([read[head, i].nonzero().flatten() for head in range(shape[1])]) for i in range(64)]
+        lists = [
+            torch.stack([read[head, i].nonzero().flatten() for head in range(shape[1])]) for i in range(64)
+        ]
         form = partial(blocks, lists=lists, heads=torch.arange(shape[1])[:, None], size=64)
         yield Row(name, backend, "one SDPA per block", form)
-        yield Row(f"{name}, causal", built(name, shape, causal=True), "exact SDPA", partial(masked, mask=None, is_causal=True), same=False)
+        yield Row(
+            f"{name}, causal",
+            built(name, shape, causal=True),
+            "exact SDPA",
+            partial(masked, mask=None, is_causal=True),
+            same=False,
+        )
     exact_form = partial(masked, mask=None)
     yield Row("window-clusters", built("window-clusters", shape), "exact SDPA", exact_form, same=False)
     size = (2, 8, 8, 2048, 64)
@@ -182,19 +200,51 @@ def rows() -> Iterator[Row]:
     ):
         visible = torch.ones(2048, 2048, dtype=torch.bool).tril() & mask[:, None, None, :]
         ours = partial(built("exact", size, causal=True), key_mask=mask)
-        yield Row(f"exact, causal, {side} padding, 2 × 2048 tokens", ours, "SDPA and mask", partial(masked, mask=visible | ~mask[:, None, :, None]), shape=size, same=False)
+        yield Row(
+            f"exact, causal, {side} padding, 2 × 2048 tokens",
+            ours,
+            "SDPA and mask",
+            partial(masked, mask=visible | ~mask[:, None, :, None]),
+            shape=size,
+            same=False,
+        )
     size = (8, 12, 12, 512, 64)
     for name in ("performer-positive", "linformer", "window"):
-        yield Row(f"{name}, 8 × 12 heads, 512 tokens", built(name, size), "exact SDPA", exact_form, shape=size, same=False)
+        yield Row(
+            f"{name}, 8 × 12 heads, 512 tokens",
+            built(name, size),
+            "exact SDPA",
+            exact_form,
+            shape=size,
+            same=False,
+        )
     size = (1, 32, 8, 2048, 128)
     flex = flex_window(2048, 256, 0, grouped=True)
-    yield Row("window, causal, 32 : 8 heads of 128, 2048 tokens", built("window", size, causal=True), "FlexAttention, compiled", flex, shape=size)
+    yield Row(
+        "window, causal, 32 : 8 heads of 128, 2048 tokens",
+        built("window", size, causal=True),
+        "FlexAttention, compiled",
+        flex,
+        shape=size,
+    )
     size = (1, 8, 8, 2048, 80)
-    yield Row("window, heads of 80, 2048 tokens", built("window", size), "FlexAttention, compiled", flex_window(2048, 128, 128), shape=size)
+    yield Row(
+        "window, heads of 80, 2048 tokens",
+        built("window", size),
+        "FlexAttention, compiled",
+        flex_window(2048, 128, 128),
+        shape=size,
+    )
     for name in ("performer-positive", "linear-elu", "window", "exact", "bigbird"):
         backend = built(name, shape, causal=True)
         tensors = inputs(shape)
-        yield Row(f"{name}, ten decoding steps", steps(backend, *tensors), "SDPA, static cache", cached(*tensors), same=name == "exact")
+        yield Row(
+            f"{name}, ten decoding steps",
+            steps(backend, *tensors),
+            "SDPA, static cache",
+            cached(*tensors),
+            same=name == "exact",
+        )
 
 
 def prepared(row: Row, function: Callable[..., Any]) -> Callable[[], Any]:
@@ -207,7 +257,10 @@ def prepared(row: Row, function: Callable[..., Any]) -> Callable[[], Any]:
                 return function(*tensors)
 
         return call
-    leaves, upstream = [x.requires_grad_() for x in tensors], torch.ones(row.shape[0], row.shape[1], row.shape[3], row.shape[4])
+    leaves, upstream = (
+        [x.requires_grad_() for x in tensors],
+        torch.ones(row.shape[0], row.shape[1], row.shape[3], row.shape[4]),
+    )
     return lambda: torch.autograd.grad(function(*leaves), leaves, upstream)
 
 

@@ -11,6 +11,12 @@ MOST = {
     ("exact", False): 1,
     ("exact", True): 1,
     ("linformer", False): 24,
+    ("performer-positive", False): 20,
+    ("performer-positive", True): 82,
+    ("performer-trig", True): 123,
+    ("linear-elu", False): 32,
+    ("linear-elu", True): 80,
+    ("linear-relu", True): 102,
 }
 
 
