@@ -17,7 +17,7 @@ _HEAD = """\
 
 A backend is built by name, `ea.build("window", head_dim=64, window=129)`; on the command line an option is
 set with `--set window.window=129`. Capabilities are tested, and `build` refuses requests beyond them. Time
-and memory grow with the sequence length n or its square. From the number of tokens in the last column on there
+and memory grow with the sequence length n or its square. From as many tokens as the last column says there
 are fewer multiplications than in exact attention: counted for heads of 64 and default options, not measured.
 When compiled or exported, `bigbird`, `block-topk` and `window-clusters` are fixed to one sequence length; so
 is `window` when exported on a GPU.
