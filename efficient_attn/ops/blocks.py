@@ -361,16 +361,16 @@ def _steps(
 
     def steps() -> Iterator[Step]:
         for part in _parts(len(read), range(readers), 2 * width * (tokens + size), k):
-            every = torch.arange(0, tokens, size, device=k.device)
-            yield step(part, every.expand(*read[part].shape[:2], -1), True)
+            numbers = torch.arange(0, tokens, size, device=k.device)
+            yield step(part, numbers.expand(*read[part].shape[:2], -1), True)
         # The first causal blocks have lists of different lengths.
         short = sum(length < most for length in lengths[0]) if pattern.causal else readers
         alone = [range(block, block + 1) for block in range(readers, short)]
         for span in (*alone, range(short, blocks)):
             for part in _parts(len(read), span, 2 * width * most * size, k):
-                numbers = [number for row in lengths[part[0]] for number in row[part[1]]]
-                listed = read[part][..., most - max(numbers) :]
-                yield step(part, listed, min(numbers) == max(numbers))
+                counts = [number for row in lengths[part[0]] for number in row[part[1]]]
+                listed = read[part][..., most - max(counts) :]
+                yield step(part, listed, min(counts) == max(counts))
 
     return steps
 

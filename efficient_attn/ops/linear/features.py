@@ -47,7 +47,7 @@ class FeatureMap(NamedTuple):
         trigonometric: Whether the features are the cosines, then the sines, of w·x, times
             exp(|x|²/2 + constant).
         fixed: Number of features of a map without directions, as a function of head_dim.
-        unscaled: Whether features are positive values, those of masked tokens 0, and every scale is 1.
+        unscaled: Whether features are positive values, 0 for masked tokens, and every scale is 1.
         plain: Name of the map with the same features as values of scale 1, which overflow and underflow.
     """
 

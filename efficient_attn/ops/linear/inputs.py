@@ -233,8 +233,8 @@ def in_range(logarithm: Tensor, blind: Tensor | None) -> bool:
         blind: Whether a row reads no key, bool; None: all rows read some.
     """
     # A comparison with NaN is false.
-    kept = logarithm.abs() < RANGE[logarithm.dtype]
-    return bool((kept if blind is None else kept | blind).all())
+    near = logarithm.abs() < RANGE[logarithm.dtype]
+    return bool((near if blind is None else near | blind).all())
 
 
 class Outputs(NamedTuple):

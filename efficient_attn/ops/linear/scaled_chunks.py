@@ -137,7 +137,7 @@ def running_states(
 
     Args:
         first: State before the first chunk, [batch kv_heads …].
-        reverse: Whether the first state follows the last chunk, and states are those after each chunk.
+        reverse: Whether the first state follows the last chunk, and states follow each chunk.
         unscaled: Whether every scale is 1, see `FeatureMap`.
     """
     heads = first.sums.shape[:2]

@@ -119,14 +119,14 @@ def query_weights(queries: Features, reference: Tensor) -> tuple[Tensor, Tensor]
 
 
 def divide(sums: Tensor, total: Tensor, seen: Tensor | None) -> Tensor:
-    """Numerators over the denominator, with zeros for a fully masked row; None: no such row."""
+    """Numerators over the denominator, with zeros for fully masked rows, if there are any."""
     if seen is None:
         return sums[..., :-1] / total
     return torch.where(seen, sums[..., :-1] / torch.where(seen, total, 1.0), 0.0)
 
 
 def log_sum(total: Tensor, reference: Tensor | float, seen: Tensor | None) -> Tensor:
-    """Logarithm of the absolute denominators, +inf for a fully masked row; None: no such row."""
+    """Logarithm of the absolute denominators, +inf for fully masked rows, if there are any."""
     logarithm = reference + total.detach().abs().log()
     return logarithm if seen is None else logarithm.masked_fill(~seen, torch.inf)
 
