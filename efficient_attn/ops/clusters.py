@@ -11,7 +11,8 @@ queries, whose entries count as uncorrelated: ½ Σ_d s_d Σ_dd.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from functools import reduce
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -25,10 +26,9 @@ from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax.biased import eager
 from efficient_attn.shapes import KeyMask, Keys, Queries, Values
 
-# Numbers per step on the CPU, in keys and values and in summaries, so that a call needs few MiB.
-_KEYS, _SUMMARIES = 9 << 14, 9 << 15
-# Most blocks of a step on the CPU, and most parts of a longer stretch of blocks.
-MOST_BLOCKS, MOST_PARTS = 32, 16
+# On the CPU numbers per step, in keys and values and in summaries, and most blocks; on all devices most parts
+# of a longer stretch of blocks. Larger steps need more than 8 MiB, smaller ones more calls.
+_KEYS, _SUMMARIES, MOST_BLOCKS, MOST_PARTS = 3 << 15, 3 << 16, 23, 8
 
 
 def window_clusters(
@@ -50,18 +50,16 @@ def window_clusters(
         positions: See `Alignment`.
         total: Sum over the ranks that hold the other queries, or None.
     """
+    numbers, number = k.shape[3] + v.shape[3], min(clusters, k.shape[2])
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     scratch = Scratch() if tuned_for_cpu(q) and eager(q, k, v) and not trained else None
-    number = min(clusters, k.shape[2])
 
     def parts(inputs: Alignment) -> Iterator[Tensor]:
-        """Outputs of consecutive queries."""
         shape = inputs.q.shape[:2]
-        numbers = shape.numel() * (k.shape[3] + v.shape[3])
-        step, group = step_capacity(numbers), step_capacity(numbers * number)
+        step, group = (step_capacity(shape.numel() * numbers * x) for x in (1, number))
         if scratch is not None:
-            step = max(1, _KEYS // numbers)
-            group = min(MOST_BLOCKS, max(2, _SUMMARIES // (numbers * number)))
+            step = max(1, _KEYS // (shape.numel() * numbers))
+            group = min(MOST_BLOCKS, max(2, _SUMMARIES // (shape.numel() * numbers * number)))
         real = torch.cat([inputs.real[:, span.start : span.stop] for span in inputs.positions], dim=1)
         queries = query_moments(inputs.q, real, scale, step, total)
         members = clustered_keys(inputs, queries, number, step, scratch)
@@ -71,31 +69,39 @@ def window_clusters(
                 out = read_slices(rows.flatten(0, 1), span, members, sums, stretch, block, scale)
                 yield out.unflatten(0, shape)
 
-    if scratch is None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, out: Tensor | None) -> Tensor:
         inputs = alignment(q, k, v, key_mask, positions)
-        return inputs.restored(list(parts(inputs))).to(q.dtype)
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    for entries, heads, kv_heads in _steps(q, k, v):
-        mask, target = None if key_mask is None else key_mask[entries], out[entries, heads]
-        inputs = alignment(q[entries, heads], k[entries, kv_heads], v[entries, kv_heads], mask, positions)
-        rows = target if inputs.shift is None else out.new_empty(*inputs.q.shape[:3], v.shape[3])
-        begin = 0
+        if out is None:
+            return inputs.restored(list(parts(inputs))).to(q.dtype)
+        rows, begin = out if inputs.shift is None else out.new_empty(*inputs.q.shape[:3], v.shape[3]), 0
         for part in parts(inputs):
             rows[:, :, begin : begin + part.shape[2]] = part
             begin += part.shape[2]
-        if inputs.shift is not None:
-            target.copy_(inputs.restored([rows]))
-    return out
+        return out if inputs.shift is None else out.copy_(inputs.restored([rows]))
+
+    out = None if scratch is None else q.new_empty(*q.shape[:3], v.shape[3])
+    return by_heads(attend, q, k, v, key_mask, out)
 
 
-def _steps(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """Batch entries, heads and key heads of a step, at least one head."""
-    (batch, heads), group = q.shape[:2], q.shape[1] // k.shape[1]
-    pairs = max(1, _KEYS // (k.shape[2] * (k.shape[3] + v.shape[3])))
-    entries, rows = max(1, pairs // heads), max(1, min(pairs, heads) // group * group)
-    for entry, head in product(range(0, batch, entries), range(0, heads, rows)):
-        kv_heads = slice(head // group, -(-(head + rows) // group))
-        yield slice(entry, entry + entries), slice(head, head + rows), kv_heads
+def by_heads(
+    attend: Callable, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """Outputs, in `out` if there is one, with as many heads per step as fit in cache or memory."""
+    (batch, heads), kv_heads, numbers = q.shape[:2], k.shape[1], k.shape[2] * (k.shape[3] + v.shape[3])
+    pairs = max(1, _KEYS // numbers) if tuned_for_cpu(q) else step_capacity(numbers)
+    if pairs >= batch * heads:
+        return attend(q, k, v, key_mask, out)
+    if batch > 1:
+        dim, rows, keys = 0, max(1, pairs // heads), max(1, pairs // heads)
+    else:
+        # Key heads with all that share them, or some of the heads that share the only one.
+        dim, keys = 1, max(1, pairs * kv_heads // heads)
+        rows = keys * heads // kv_heads if kv_heads > 1 else pairs
+    masks = [key_mask] if key_mask is None or dim == 1 else key_mask.split(rows)
+    targets = [out] if out is None else out.split(rows, dim)
+    repeated = (cycle(x) for x in (k.split(keys, dim), v.split(keys, dim), masks, targets))
+    outs = [by_heads(attend, *part) for part in zip(q.split(rows, dim), *repeated, strict=False)]
+    return torch.cat(outs, dim=dim) if out is None else out
 
 
 @torch.no_grad()
@@ -105,7 +111,6 @@ def nearest_keys(keys: Tensor, real: Tensor, clusters: int, step: int) -> Tensor
     Args:
         keys: [batch heads tokens dim].
         real: bool [batch tokens]. Clusters of masked keys are arbitrary.
-        step: Number of tokens at a time.
     """
     last = (real.sum(dim=-1, keepdim=True) - 1).clamp_min(0)
     # With fewer real keys than clusters, positions are repeated.
@@ -114,10 +119,11 @@ def nearest_keys(keys: Tensor, real: Tensor, clusters: int, step: int) -> Tensor
     centres = keys.gather(2, at[:, None, :, None].expand(*keys.shape[:2], -1, keys.shape[3])).flatten(0, 1)
     # argmin_c |k − c|² = argmax_c k·c − |c|²/2
     half_squares = centres.square().sum(dim=-1)[:, None] / 2
-    parts = keys.flatten(0, 1).split(step, dim=1)
-    # On the CPU the largest products are found faster than their indices alone.
-    chosen = [torch.baddbmm(half_squares, part, centres.mT, beta=-1).max(dim=-1).indices for part in parts]
-    return torch.cat(chosen, dim=1).unflatten(0, keys.shape[:2])
+    flat = keys.flatten(0, 1)
+    chosen = flat.new_empty(flat.shape[:2], dtype=torch.long)
+    for part, indices in zip(flat.split(step, dim=1), chosen.split(step, dim=1), strict=True):
+        indices.copy_(torch.baddbmm(half_squares, part, centres.mT, beta=-1).max(dim=-1).indices)
+    return chosen.unflatten(0, keys.shape[:2])
 
 
 class QueryMoments(NamedTuple):
@@ -140,17 +146,16 @@ def query_moments(
     Args:
         q: [batch heads tokens head_dim], not scaled yet.
         real: bool [batch tokens].
-        step: Number of tokens at a time.
         total: Sum over the ranks that hold the other queries; None: there are none.
     """
     total = total or (lambda x: x)
     parts = list(zip(q.split(step, dim=2), real.split(step, dim=1), strict=True))
     count = total(real.sum(dim=1, dtype=upcast_dtype(q.dtype)))[:, None, None, None].clamp_min(1)
     # Masking rather than a product with zero, since a padded query may be NaN.
-    sums = [zero_masked(upcast(x), mask).sum(dim=2, keepdim=True) for x, mask in parts]
-    mean = total(sum(sums[1:], sums[0])) / count
-    squares = [zero_masked(upcast(x) - mean, mask).square().sum(dim=2, keepdim=True) for x, mask in parts]
-    variance = total(sum(squares[1:], squares[0])) / count
+    sums = (zero_masked(upcast(x), mask).sum(dim=2, keepdim=True) for x, mask in parts)
+    mean = total(reduce(torch.add, sums)) / count
+    centred = (zero_masked(upcast(x) - mean, mask) for x, mask in parts)
+    variance = total(reduce(torch.add, (x.square().sum(dim=2, keepdim=True) for x in centred))) / count
     return QueryMoments((mean * scale).flatten(0, 1), (variance * (scale**2 / 2)).flatten(0, 1))
 
 
@@ -235,17 +240,14 @@ def clustered_keys(
 def beyond_slices(
     members: Members, blocks: range, block: int, group: int, beyond: Tensor | None = None
 ) -> Iterator[tuple[range, Tensor]]:
-    """Sums over all members outside the slices of blocks, `group` blocks at a time.
+    """Blocks, `group` at a time, and sums over all members outside of their slices.
 
     Cells have as many tokens as a block, the first of them half a block fewer, and the slice of block b is
     the cells b and b + 1. A long stretch of blocks is cut into parts, and the sums outside of all parts come
     first. Partial sums are only added, never subtracted, since differences would cancel small terms.
 
     Args:
-        beyond: Sums outside the cells of these blocks; None: they are read, too.
-
-    Yields:
-        Blocks, and [blocks batch·heads·clusters …].
+        beyond: Sums outside of the cells of these blocks; None: the tokens there are summed, too.
     """
     count, side, tokens = len(blocks), block // 2, range(members.k.shape[1])
     groups = -(-count // group)
