@@ -12,7 +12,7 @@ queries, whose entries count as uncorrelated: ½ Σ_d s_d Σ_dd.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
-from itertools import cycle
+from itertools import cycle, repeat
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from efficient_attn.shapes import KeyMask, Keys, Queries, Values
 
 # On the CPU numbers per step, in keys and values and in summaries, and most blocks; on all devices most parts
 # of a longer stretch of blocks. Larger steps need more than 8 MiB, smaller ones more calls.
-_KEYS, _SUMMARIES, MOST_BLOCKS, MOST_PARTS = 3 << 15, 3 << 16, 23, 8
+_KEYS, _SUMMARIES, MOST_BLOCKS, MOST_PARTS = 3 << 15, 9 << 15, 23, 8
 
 
 def window_clusters(
@@ -61,7 +61,7 @@ def window_clusters(
             step = max(1, _KEYS // (shape.numel() * numbers))
             group = min(MOST_BLOCKS, max(2, _SUMMARIES // (shape.numel() * numbers * number)))
         real = torch.cat([inputs.real[:, span.start : span.stop] for span in inputs.positions], dim=1)
-        queries = query_moments(inputs.q, real, scale, step, total)
+        queries = query_moments(inputs.q, real, key_mask is not None, scale, step, total)
         members = clustered_keys(inputs, queries, number, step, scratch)
         for rows, span in inputs.runs():
             blocks = range(span.start // block, -(-span.stop // block))
@@ -88,13 +88,12 @@ def by_heads(
 ) -> Tensor:
     """Outputs, in `out` if there is one, with as many heads per step as fit in cache or memory."""
     (batch, heads), kv_heads, numbers = q.shape[:2], k.shape[1], k.shape[2] * (k.shape[3] + v.shape[3])
-    pairs = max(1, _KEYS // numbers) if tuned_for_cpu(q) else step_capacity(numbers)
+    pairs = max(1, (_KEYS + numbers // 2) // numbers) if tuned_for_cpu(q) else step_capacity(numbers)
     if pairs >= batch * heads:
         return attend(q, k, v, key_mask, out)
     if batch > 1:
         dim, rows, keys = 0, max(1, pairs // heads), max(1, pairs // heads)
     else:
-        # Key heads with all that share them, or some of the heads that share the only one.
         dim, keys = 1, max(1, pairs * kv_heads // heads)
         rows = keys * heads // kv_heads if kv_heads > 1 else pairs
     masks = [key_mask] if key_mask is None or dim == 1 else key_mask.split(rows)
@@ -119,9 +118,8 @@ def nearest_keys(keys: Tensor, real: Tensor, clusters: int, step: int) -> Tensor
     centres = keys.gather(2, at[:, None, :, None].expand(*keys.shape[:2], -1, keys.shape[3])).flatten(0, 1)
     # argmin_c |k − c|² = argmax_c k·c − |c|²/2
     half_squares = centres.square().sum(dim=-1)[:, None] / 2
-    flat = keys.flatten(0, 1)
-    chosen = flat.new_empty(flat.shape[:2], dtype=torch.long)
-    for part, indices in zip(flat.split(step, dim=1), chosen.split(step, dim=1), strict=True):
+    chosen = torch.empty_like(keys[..., 0].flatten(0, 1), dtype=torch.long)
+    for part, indices in zip(keys.flatten(0, 1).split(step, dim=1), chosen.split(step, dim=1), strict=True):
         indices.copy_(torch.baddbmm(half_squares, part, centres.mT, beta=-1).max(dim=-1).indices)
     return chosen.unflatten(0, keys.shape[:2])
 
@@ -139,17 +137,19 @@ class QueryMoments(NamedTuple):
 
 
 def query_moments(
-    q: Tensor, real: Tensor, scale: float, step: int, total: Callable[[Tensor], Tensor] | None
+    q: Tensor, real: Tensor, masked: bool, scale: float, step: int, total: Callable[[Tensor], Tensor] | None
 ) -> QueryMoments:
     """Mean and variance over the real queries.
 
     Args:
         q: [batch heads tokens head_dim], not scaled yet.
         real: bool [batch tokens].
+        masked: Whether `real` may be False.
         total: Sum over the ranks that hold the other queries; None: there are none.
     """
     total = total or (lambda x: x)
-    parts = list(zip(q.split(step, dim=2), real.split(step, dim=1), strict=True))
+    masks = real.split(step, dim=1) if masked else repeat(None)
+    parts = list(zip(q.split(step, dim=2), masks, strict=False))
     count = total(real.sum(dim=1, dtype=upcast_dtype(q.dtype)))[:, None, None, None].clamp_min(1)
     # Masking rather than a product with zero, since a padded query may be NaN.
     sums = (zero_masked(upcast(x), mask).sum(dim=2, keepdim=True) for x, mask in parts)
@@ -210,7 +210,6 @@ class Members(NamedTuple):
         for low in tokens[:: self.step]:
             high = min(low + self.step, tokens.stop)
             part = torch.bucketize(torch.arange(low, high, device=bounds.device), bounds, right=True)
-            # One sum over all rows replaces a product.
             place = (part * number + self.chosen[:, low:high]).flatten()
             add = sums.index_add_ if self.scratch else sums.index_add
             sums = add(0, place, self.rows(low, high).flatten(0, 1))
@@ -295,7 +294,6 @@ def read_slices(
     spread = (means[..., -3:-2] - bend).clamp_min(0)
     bias = mass.log() - means[..., -2:-1] + torch.addcmul(spread, spread, spread, value=0.5).log1p()
     far = means[..., :dim], means[..., dim:-3], bias.masked_fill(empty, MASKED)
-    # [blocks batch·heads tokens …]
     stretches = (_stretch(x, begin - block // 2, end + block // 2) for x in (k, v, members.real[..., None]))
     k, v, real = (x.unfold(1, block + block // 2 * 2, block).permute(1, 0, 3, 2) for x in stretches)
     shape = *k.shape[:2], k.shape[2] + far[0].shape[2]
