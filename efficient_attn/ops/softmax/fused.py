@@ -116,11 +116,12 @@ def _blocks(
             yield (whole, whole, rows), (whole, whole, slice(k.shape[-2] - tokens + rows.stop)), False
         return
     stop, group = 0, q.shape[1] // k.shape[1]
+    # Outputs and gradients of a block are copied: half of the heads take half of the memory.
+    most = -(-k.shape[1] // 2) if tokens > _ROWS else k.shape[1]
     for (start, end), run in groupby(spans):
         entries, real = slice(stop, stop + len(list(run))), slice(start, end)
         stop = entries.stop
-        # Outputs and gradients of a block are copied: half of the heads take half of the memory.
-        for heads in parts(k.shape[1], -(-k.shape[1] // 2)) if start < end else ():
+        for heads in parts(k.shape[1], most) if start < end else ():
             readers = slice(heads.start * group, heads.stop * group)
             yield (entries, readers, real), (entries, heads, real), True
             if end < tokens:
