@@ -5,6 +5,7 @@ keys that they read, which are gathered. A causal block reads itself, up to each
 """
 
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -361,14 +362,13 @@ def _steps(
 
     def steps() -> Iterator[Step]:
         for part in _parts(len(read), range(readers), 2 * width * (tokens + size), k):
-            numbers = torch.arange(0, tokens, size, device=k.device)
-            yield step(part, numbers.expand(*read[part].shape[:2], -1), True)
-        # The first causal blocks have lists of different lengths.
-        short = sum(length < most for length in lengths[0]) if pattern.causal else readers
-        alone = [range(block, block + 1) for block in range(readers, short)]
-        for span in (*alone, range(short, blocks)):
-            for part in _parts(len(read), span, 2 * width * most * size, k):
-                counts = [number for row in lengths[part[0]] for number in row[part[1]]]
+            listed = torch.arange(0, tokens, size, device=k.device)
+            yield step(part, listed.expand(*read[part].shape[:2], -1), True)
+        # Consecutive blocks whose lists are equally long, in the first head at least.
+        for length, run in groupby(range(readers, blocks), lengths[0].__getitem__):
+            numbers = [*run]
+            for part in _parts(len(read), range(numbers[0], numbers[-1] + 1), 2 * width * length * size, k):
+                counts = [count for row in lengths[part[0]] for count in row[part[1]]]
                 listed = read[part][..., most - max(counts) :]
                 yield step(part, listed, min(counts) == max(counts))
 
