@@ -62,7 +62,7 @@ class BigBird(nn.Module):
     ) -> tuple[Tensor, KVCache]:
         cache = append_tokens(state, k, v, key_mask)
         new, tokens, block = q.shape[2], cache.k.shape[2], self._options.block
-        if new == 0:
+        if new * v.shape[3] == 0:
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), cache
         mask, read, last = mask_of(cache), None, (tokens - 1) // block
         if mask is None and (tokens - new) // block == last:

@@ -102,7 +102,7 @@ class BlockTopK(nn.Module):
             if mask is None and queries:
                 read = blocks_read(queries, None, cache.k, self.pattern, sums)
         out = q.new_zeros(*q.shape[:3], v.shape[3])
-        if new:
+        if out.numel():
             call = partial(block_attention, scale=self._scale, key_mask=mask, sums=sums)
             out = call(q, cache.k, cache.v, self.pattern, read=read if mask is None else None)
         return out, BlockCache(*cache, *parts, read if inside else read[:, :, -1:].clone())
