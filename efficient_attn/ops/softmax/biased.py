@@ -50,7 +50,8 @@ def eager(*tensors: Tensor) -> bool:
 
 def readable(contents: Tensor, *tensors: Tensor) -> bool:
     """Whether a call of these tensors may depend on the contents of one: on the CPU, seen by nothing else."""
-    return type(contents) is Tensor and tuned_for_cpu(contents) and eager(contents, *tensors)
+    observed = torch._C._len_torch_dispatch_stack() > 0
+    return type(contents) is Tensor and not observed and tuned_for_cpu(contents) and eager(contents, *tensors)
 
 
 def _attend(
