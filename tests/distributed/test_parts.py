@@ -35,7 +35,7 @@ STREAMS = [
 
 @pytest.mark.parametrize(("name", "options"), [("window-clusters", CLUSTERS), ("window", {"window": 81})])
 def test_parts_of_several_groups_and_windows_over_several_ranks_are_the_whole(name, options, monkeypatch):
-    monkeypatch.setattr(clusters, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(clusters, "MOST_BLOCKS", 4)
     ea.check(ea.build(name, head_dim=4, **options), only=["parts_on_several_ranks_are_the_whole"])
 
 

@@ -55,6 +55,13 @@ def test_outputs_and_gradients_are_those_of_the_definition(tokens, options):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
 
 
+def test_queries_in_several_stretches_have_the_outputs_of_a_single_one():
+    q, k, v = random_qkv(1, 4, 2, 67, 67)
+    core = built().core
+    out = core(q, k, v, None, [range(18), range(18, 67)])
+    torch.testing.assert_close(out, core(q, k, v, None), rtol=0, atol=1e-13)
+
+
 # Theory's figures for 65 keys and 64 clusters on another text, .28 and .25, with .04 for the other text.
 @torch.no_grad()
 @pytest.mark.parametrize(("layer", "most"), [(0, 0.28), (1, 0.25), (5, 0.18 + 0.04)])
