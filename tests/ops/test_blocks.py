@@ -108,7 +108,7 @@ def test_neither_the_layout_nor_the_rest_of_the_batch_changes_the_output(name, o
     backend = ea.build(name, head_dim=8, causal=causal, **options).double()
     # Masks that begin with a real token are served together.
     mask = torch.rand(3, 48, generator=torch.Generator().manual_seed(0)) < 0.6
-    mask[:, 0] = True
+    mask[:, 0], mask[2, 6:] = True, False
     inputs = random_qkv(3, 4, 2, 48, 48, 8, value_dim)
     views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
     for key_mask in (None, mask):
@@ -118,6 +118,15 @@ def test_neither_the_layout_nor_the_rest_of_the_batch_changes_the_output(name, o
             part = slice(entry, entry + 1)
             single = backend(*(x[part] for x in inputs), key_mask=None if key_mask is None else mask[part])
             torch.testing.assert_close(single, expected[part], rtol=0, atol=1e-12)
+
+
+def test_a_head_whose_list_is_shorter_reads_no_key_of_another_head():
+    q, k, v = random_qkv(1, 4, 4, 48, 48, 8)
+    # Their block is not chosen.
+    k[:, 0, 20:24] = -torch.inf
+    backend = ea.build("block-topk", head_dim=8, block=4, blocks=11).double()
+    expected = ea.build("exact-dense", head_dim=8).double()(q.abs(), k, v)
+    torch.testing.assert_close(backend(q.abs(), k, v), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
