@@ -33,8 +33,8 @@ OTHERS = {
     "linformer": (Bound(18, 31),),
     "nystrom": (Bound(96, 223),),
     "oracle-topk": (Bound(19, 40), Bound(29, 52, 31)),
-    "bigbird": (Bound(152, 196), Bound(140, 165, 134)),
-    "block-topk": (Bound(79, 103), Bound(96, 121, 91)),
+    "bigbird": (Bound(121, 179), Bound(104, 134, 24)),
+    "block-topk": (Bound(47, 75), Bound(64, 94, 30)),
     "window": (Bound(22, 46), Bound(22, 46, 3)),
     "window-clusters": (Bound(96, 185),),
 }
