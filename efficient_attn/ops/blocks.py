@@ -5,7 +5,6 @@ keys that they read, which are gathered. A causal block reads itself, up to each
 """
 
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -365,9 +364,12 @@ def _steps(
             listed = torch.arange(0, tokens, size, device=k.device)
             yield step(part, listed.expand(*read[part].shape[:2], -1), True)
         # Consecutive blocks whose lists are equally long, in the first head at least.
-        for length, run in groupby(range(readers, blocks), lengths[0].__getitem__):
-            numbers = [*run]
-            for part in _parts(len(read), range(numbers[0], numbers[-1] + 1), 2 * width * length * size, k):
+        end = readers
+        while end < blocks:
+            start, length = end, lengths[0][end]
+            while end < blocks and lengths[0][end] == length:
+                end += 1
+            for part in _parts(len(read), range(start, end), 2 * width * length * size, k):
                 counts = [count for row in lengths[part[0]] for count in row[part[1]]]
                 listed = read[part][..., most - max(counts) :]
                 yield step(part, listed, min(counts) == max(counts))
