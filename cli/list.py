@@ -50,6 +50,8 @@ def _describe(spec: Any) -> None:
     options = {f"option {name}": value for name, value in _options(spec).items()}
     capabilities = {name.replace("_", " "): value for name, value in asdict(spec.capabilities).items()}
     about = {"formula": spec.formula, "paper": spec.paper, "size": spec.size_option}
+    number = _fewer_products_from(spec)
+    about["fewer products"] = number and f"than exact from {number} tokens, counted for heads of 64"
     console.tell(f"{spec.name}: {spec.summary}")
     for name, value in {**about, **options, **capabilities}.items():
         if value is not None:
@@ -64,7 +66,15 @@ def _cell(value: Any) -> str:
 
 def _row(spec: Any) -> dict[str, Any]:
     about = {name: getattr(spec, name) for name in ("name", "summary", "formula", "paper", "size_option")}
+    about["fewer_products_from"] = _fewer_products_from(spec)
     return {**about, "options": _options(spec), "plugin": None, **asdict(spec.capabilities)}
+
+
+def _fewer_products_from(spec: Any) -> int | None:
+    from efficient_attn.backends import resolve
+    from efficient_attn.theory.complexity import fewer_products_from
+
+    return fewer_products_from(spec, resolve("exact"))
 
 
 def _options(spec: Any) -> dict[str, Any]:
@@ -74,16 +84,14 @@ def _options(spec: Any) -> dict[str, Any]:
 
 
 def _table(specs: list[Any]) -> Any:
-    from efficient_attn.backends import resolve
     from efficient_attn.report.table import Table
-    from efficient_attn.theory.complexity import fewer_products_from
 
-    rows, exact = [], resolve("exact")
+    rows = []
     for spec in specs:
         capabilities = asdict(spec.capabilities)
         marks = ("yes" if capabilities[name] else "–" for name in _SHOWN)
         growths = (_POWERS[capabilities[f"{cost}_growth"]] for cost in ("time", "memory"))
-        rows.append((spec.name, *marks, *growths, str(fewer_products_from(spec, exact) or "–")))
+        rows.append((spec.name, *marks, *growths, str(_fewer_products_from(spec) or "–")))
     columns = ("backend", *(name.replace("_", " ") for name in _SHOWN), "time", "memory", "fewer products")
     notes = (
         "Fewer products: tokens from which there are fewer multiplications than in exact attention, counted "

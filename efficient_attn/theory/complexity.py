@@ -54,9 +54,13 @@ def fewer_products_from(spec: BackendSpec, exact: BackendSpec, *, head_dim: int 
     Both attend in both directions, with default options. None: nothing is declared, or no length up to 2²⁴.
     """
     problem = AttentionProblem(head_dim=head_dim, num_heads=1)
+    if spec.operations is None:
+        return None
+    options = spec.options_type(), exact.options_type()
 
     def saves(tokens: int) -> bool:
-        ours, theirs = (call_flops(x, problem, x.options_type(), tokens) for x in (spec, exact))
+        pair = zip((spec, exact), options, strict=True)
+        ours, theirs = (call_flops(x, problem, chosen, tokens) for x, chosen in pair)
         return ours is not None and theirs is not None and ours < theirs
 
     lengths = range(1, 2**24)

@@ -137,3 +137,4 @@ def test_fewer_products_than_exact_attention_are_counted():
     window = fewer_products_from(ea.spec("window"), exact, head_dim=8)
     assert window == min(n for n in range(1, 999) if 257 * n - 128 * 129 < n * n and n > 257 // 2 + 1)
     assert fewer_products_from(exact, exact) is None
+    assert fewer_products_from(ea.spec("by-head"), exact) is None
