@@ -6,6 +6,7 @@ from typing import Any
 from efficient_attn.measure.record import Record
 from efficient_attn.report.table import NOT_MEASURED, Table
 from efficient_attn.report.text import failure_notes, show_ratio, show_spread, three_digits
+from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats.estimates import call_time, middle, on_device, time_ratio
 
 
@@ -57,7 +58,7 @@ def samples(record: Record) -> list[dict[str, Any]]:
     return [{"sample": n, **row} for n, row in enumerate(rows)] or [{}]
 
 
-def record_tables(records: Sequence[Record]) -> list[Table]:
+def tables(records: Sequence[Record], run: Run[Settled]) -> list[Table]:
     """One row per record, one column per quantity that was measured."""
     measured = [record for record in records if record.status == "ok"]
     fields = {field for record in measured for field in record.measured}

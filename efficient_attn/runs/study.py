@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, M
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cached_property
+from importlib import import_module
 from itertools import zip_longest
 from math import inf
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_type_hints
@@ -75,7 +76,7 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
         return f" {counts} were not measured: {', '.join(left)}." if left else ""
 
 
-S = TypeVar("S", bound=Settled)
+S = TypeVar("S", bound=Settled, covariant=True)
 
 
 class Run(NamedTuple, Generic[S]):
@@ -101,12 +102,14 @@ class Study:
         record: Class of its records, with their quantities.
         budget_s: Seconds of measuring unless the user names others; None: no limit.
         settled_type: Struct that `settle` returns.
+        views: Module with functions `tables`, `sentences`, `plots` and `files` of (records, run).
     """
 
     kinds: ClassVar[tuple[str, ...]] = ()
     record: ClassVar[type[Record]] = Record
     budget_s: ClassVar[float | None] = None
     settled_type: ClassVar[type[Settled]] = Settled
+    views: ClassVar[str] = "efficient_attn.runs.default_view"
 
     @classmethod
     def name(cls) -> str:
@@ -158,21 +161,24 @@ class Study:
 
     def tables(self, records: Sequence[Any], run: Run[Any]) -> list[Table]:
         """Records as tables. By default one row per record, one column per quantity."""
-        from efficient_attn.runs.default_view import record_tables
-
-        return record_tables(records)
+        return self._viewed("tables", records, run) or []
 
     def sentences(self, records: Sequence[Any], run: Run[Any]) -> list[str]:
         """A few sentences computed from the records, the conclusion first."""
-        return []
+        return self._viewed("sentences", records, run) or []
 
     def plots(self, records: Sequence[Any], run: Run[Any]) -> dict[str, Plot]:
         """Plots by the name of their files."""
-        return {}
+        return self._viewed("plots", records, run) or {}
 
     def files(self, records: Sequence[Any], run: Run[Any]) -> dict[str, str]:
         """Further files: {name: text}."""
-        return {}
+        return self._viewed("files", records, run) or {}
+
+    def _viewed(self, name: str, records: Sequence[Any], run: Run[Any]) -> Any:
+        """Result of a function of the module `views`, or None if it has no such function."""
+        view = getattr(import_module(self.views), name, None)
+        return None if view is None else view(records, run)
 
     def refuse(self, *names: str, reason: str) -> None:
         """Reject options that have no effect, unless they have their default."""

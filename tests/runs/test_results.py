@@ -6,9 +6,10 @@ from synthetic_records import case, costs, errors, folder
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.measure.record import Record, append, replace
-from efficient_attn.runs.default_view import record_tables
+from efficient_attn.runs.default_view import tables
 from efficient_attn.runs.results import Results, read
 from efficient_attn.runs.store import open_folder
+from efficient_attn.runs.study import Run, Settled
 from efficient_attn.tools.diff import diff
 
 
@@ -43,7 +44,7 @@ def test_a_number_over_draws_is_that_of_the_tables():
     for row in Results([kernel, model]).summary():
         assert row["kernel_mse_mean"] == 3.0 and "kernel_mse" not in row
     # A study without a table of its own shows the same number.
-    (table,) = record_tables([output])
+    (table,) = tables([output], Run(Settled()))
     assert table.rows[0][2] == "3.5"
 
 

@@ -231,7 +231,8 @@ def test_the_sentence_of_a_swap_goes_no_further_than_the_measurements():
         (0.01001, 1, "least at 64 tokens: mean pool cosine 0.8000, as fast within 10 %"),
     ):
         records = [*swapped(OWN, None), *swapped("window", 0.2, seconds)]
-        (text,) = swap_sentences([*map(Record.of, records)], Settled(candidates=candidates[:count]))
+        run = Run(Settled(candidates=candidates[:count]))
+        (text,) = swap_sentences([*map(Record.of, records)], run)
         assert claim in text and ("among the candidates measured so far" in text) == (count > 1)
 
 

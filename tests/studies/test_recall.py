@@ -9,7 +9,6 @@ from efficient_attn.measure.record import Record, line, parse, replace
 from efficient_attn.studies.recall.course import CLASSES, GAP, LEARNED, QUERIES, TESTED, Course
 from efficient_attn.studies.recall.measure import MEAN, floats_read, learner
 from efficient_attn.studies.recall.view import contests
-from efficient_attn.studies.recall.view import tables as recall_tables
 
 COURSE = Course(16, 1)
 
@@ -157,4 +156,4 @@ def test_the_conclusion_names_what_learned_the_task():
 
 def test_what_was_trained_in_another_way_is_never_in_one_table():
     causal = [replace(r, case=replace(r.case, causal=True)) for r in EXACT]
-    assert len(recall_tables([*EXACT, *causal])) == 2
+    assert len(ea.Results([*EXACT, *causal], environment={"study": "recall"}).tables()) == 2

@@ -15,10 +15,8 @@ from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import DENSE, YARDSTICK, Variant, select
 from efficient_attn.options import option
 from efficient_attn.problem import positive_count
-from efficient_attn.report.figures import Plot
-from efficient_attn.report.table import Table
 from efficient_attn.runs import shared_options as shared
-from efficient_attn.runs.study import Points, Run, Study
+from efficient_attn.runs.study import Points, Study
 from efficient_attn.runs.workload import Workload, core_words, settle
 from efficient_attn.studies.advise.names import BOUND, HEADS, RETRIEVAL
 from efficient_attn.studies.advise.record import AdviseRecord
@@ -60,6 +58,7 @@ class Advise(Study):
 
     kinds = (HEADS, RETRIEVAL, BOUND)
     record = AdviseRecord
+    views = "efficient_attn.studies.advise.view"
     settled_type = AdviseSettled
     budget_s = 300.0
 
@@ -108,26 +107,6 @@ class Advise(Study):
     def points(self) -> Points:
         """The cheapest and most promising points first, others left out by prediction."""
         return self._setup.points()
-
-    def tables(self, records: Sequence[AdviseRecord], run: Run[AdviseSettled]) -> list[Table]:
-        from efficient_attn.studies.advise.view import tables
-
-        return tables(records)
-
-    def sentences(self, records: Sequence[AdviseRecord], run: Run[AdviseSettled]) -> list[str]:
-        from efficient_attn.studies.advise.outcomes import model_sentences
-
-        return model_sentences(records, run)
-
-    def plots(self, records: Sequence[AdviseRecord], run: Run[AdviseSettled]) -> dict[str, Plot]:
-        from efficient_attn.studies.advise.view import plots
-
-        return plots(records)
-
-    def files(self, records: Sequence[AdviseRecord], run: Run[AdviseSettled]) -> dict[str, str]:
-        from efficient_attn.studies.advise.view import files
-
-        return files(records, run.settled)
 
     @cached_property
     def _setup(self) -> _Setup:

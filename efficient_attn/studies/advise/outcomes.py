@@ -1,20 +1,17 @@
-"""Outcomes of an advice for a model: precision, plans, their verdict, and Python that uses them."""
+"""Outcomes of an advice for a model: precision, plans, and their verdict."""
 
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import DataError
 from efficient_attn.limits import read_object
 from efficient_attn.measure.variants import MODEL, OWN, PLAN, UNIFORM_ATTENTION
-from efficient_attn.report.text import compared, interval_words, rounded, skipped_note, two_digits
-from efficient_attn.runs.study import Run
+from efficient_attn.report.text import compared, interval_words, rounded, two_digits
 from efficient_attn.stats.estimates import Typical, call_time, grouped, time_ratio
-from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.stats.speeds import decided
 from efficient_attn.studies.advise.names import ATTENTION_BFLOAT16, BOUND, MODEL_BFLOAT16, RETRIEVAL
 from efficient_attn.studies.advise.record import AdviseRecord
-from efficient_attn.studies.advise.targets import AdviseSettled, Targets, relative_recall
+from efficient_attn.studies.advise.targets import Targets, relative_recall
 from efficient_attn.studies.swap.names import WIDTH
 from efficient_attn.studies.swap.view import quantity_words
 
@@ -131,7 +128,7 @@ def _predicted(plan: AdviseRecord, bound: Typical | None) -> str:
     return f"~{two_digits(1 / (1 - (1 - 1 / bound.median) * saved))}× the speed, predicted"
 
 
-def _in_bfloat16(
+def in_bfloat16(
     records: Sequence[AdviseRecord], quantity: str, model: Mapping[str, Any]
 ) -> tuple[list[str], str]:
     """Losses and speeds in bfloat16 at the longest length with the line to use it, and what to change."""
@@ -187,38 +184,6 @@ def _described(plan: AdviseRecord, layers: Mapping[int, str], records: Sequence[
     return text
 
 
-def model_sentences(records: Sequence[AdviseRecord], run: Run[AdviseSettled]) -> list[str]:
-    """The shortest length from which a plan is faster, the verdict of every length, and code for the plan."""
-    targets = run.settled.target or Targets()
-    outcomes = outcomes_of(records, targets)
-    faster = [outcome for outcome in outcomes if outcome.side == 1]
-    # A plan is faster from the first of the last lengths that all have one.
-    lasting = list(takewhile(lambda outcome: outcome.side == 1, reversed(outcomes)))
-    settled = ""
-    precision, change = _in_bfloat16(records, targets.quantity, run.settled.model)
-    if lasting:
-        text = f"Faster from {lasting[-1].tokens} tokens"
-    elif faster:
-        text = f"Faster at {', '.join(str(outcome.tokens) for outcome in faster)} tokens only"
-    elif outcomes and all(outcome.side == -1 for outcome in outcomes):
-        keep = f"{change} and keep its attention" if change else "Keep exact attention"
-        text = f"{keep}: no plan gains enough on this machine"
-    else:
-        text = f"{change}; a plan on top is undecided" if change else "Undecided"
-        settled = f" {remedy(run.load)}"
-    verdicts = "".join(f" At {outcome.tokens} tokens: {outcome.verdict}." for outcome in outcomes)
-    target = quantity_words(targets.quantity, targets.limit)
-    text = f"{text} (target: {target}).{verdicts}{settled}{skipped_points(records)}"
-    outcome, sentences = usable(outcomes), [text, *precision]
-    if outcome is None or attached_plan(outcome) is None:
-        return sentences
-    # A model from a file is followed in one call; others are found by their modules.
-    called = "sites" in run.settled.model
-    code = f'ea.attach(model, "{LAYERS}"{", example=lambda: model(*inputs)" * called})'
-    open_ = "" if outcome.side == 1 else ", within the target and not shown to be faster"
-    return [*sentences, f"To use the plan for {outcome.tokens} tokens{open_}: {code}"]
-
-
 def usable(outcomes: Sequence[Outcome]) -> Outcome | None:
     """The longest length with a faster plan, or with a verified one that is not shown to be slower."""
     faster = [outcome for outcome in outcomes if outcome.side == 1]
@@ -256,10 +221,3 @@ def layers_in_words(chosen: Mapping[int, str]) -> str:
         label: (f"{x[0]}–{x[-1]}" if x[1:] else f"{x[0]}" for x in runs) for label, runs in groups.items()
     }
     return " and ".join(f"{label} in layers {', '.join(layers)}" for label, layers in ranges.items())
-
-
-def skipped_points(records: Sequence[AdviseRecord]) -> str:
-    """Remark on points that the budget skipped, if any."""
-    # Of a resumed run the skipped plan may be another plan than the measured one.
-    count = sum(record.status == "skipped" for record in records if record.case.backend != PLAN)
-    return f" {skipped_note(count)}" if count else ""

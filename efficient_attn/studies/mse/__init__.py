@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
-from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import parse_names, parse_sizes
 from efficient_attn.measure.variants import select
 from efficient_attn.options import option
 from efficient_attn.problem import positive_count
-from efficient_attn.report.figures import Plot
-from efficient_attn.report.table import Table
 from efficient_attn.runs import shared_options as shared
-from efficient_attn.runs.study import Point, Points, Run, Settled, Study, interleaved
+from efficient_attn.runs.study import Point, Points, Settled, Study, interleaved
 from efficient_attn.runs.workload import Workload, settle
 
 # Options without an effect on an error.
@@ -63,6 +60,7 @@ class Mse(Study):
     """
 
     kinds = ("error",)
+    views = "efficient_attn.studies.mse.view"
     budget_s = 300.0
 
     backends: shared.Backends = shared.backends()
@@ -127,21 +125,6 @@ class Mse(Study):
         """Input by input, the baseline of an input first, then the small sizes."""
         for points in self._lists:  # noqa: UP028  (records are sent to a generator, not to an iterator)
             yield points
-
-    def tables(self, records: Sequence[Record], run: Run[Settled]) -> list[Table]:
-        from efficient_attn.studies.mse.view import tables
-
-        return tables(records)
-
-    def sentences(self, records: Sequence[Record], run: Run[Settled]) -> list[str]:
-        from efficient_attn.studies.mse.view import sentences
-
-        return sentences(records)
-
-    def plots(self, records: Sequence[Record], run: Run[Settled]) -> dict[str, Plot]:
-        from efficient_attn.studies.mse.view import plots
-
-        return plots(records)
 
     @cached_property
     def _lists(self) -> list[list[Point]]:

@@ -11,6 +11,7 @@ from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Seri
 from efficient_attn.report.table import NOT_MEASURED, Table
 from efficient_attn.report.text import show_error
 from efficient_attn.runs.store import over_budget
+from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats.estimates import FEWEST_FOR_95, grouped, middle, operations_share
 from efficient_attn.studies.mse import kernel_view
 
@@ -123,7 +124,7 @@ def interval(points: Curve) -> str:
     return f"median of {most.samples} draws, {edges}"
 
 
-def tables(records: Sequence[Record]) -> list[Table]:
+def tables(records: Sequence[Record], run: Run[Settled]) -> list[Table]:
     """Errors by size, one table per input that the budget reached."""
     quantity = quantity_in(records)
     shown = panels(records, quantity)
@@ -191,7 +192,7 @@ def _squared(record: Record) -> str:
     return show_error(_point(record, SQUARED).value)
 
 
-def sentences(records: Sequence[Record]) -> list[str]:
+def sentences(records: Sequence[Record], run: Run[Settled]) -> list[str]:
     """Useful backends or agreement with theory, then points beyond the budget."""
     shown = panels(records, quantity_in(records))
     real = [panel for panel in shown if not panel.inputs.startswith("gaussian")]
@@ -247,7 +248,7 @@ def below_from(curve: Curve, uniform: float) -> int | None:
     return size
 
 
-def plots(records: Sequence[Record]) -> dict[str, Plot]:
+def plots(records: Sequence[Record], run: Run[Settled]) -> dict[str, Plot]:
     """The error of every backend against its size, a chart for each input, and errors of kernel entries."""
     entries = kernel_view.plots([record for record in records if record.case.of == "kernel"])
     quantity = quantity_in(records)

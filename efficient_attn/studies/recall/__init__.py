@@ -4,15 +4,12 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
 
-from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import DENSE, YARDSTICK, Variant, select
 from efficient_attn.options import option
 from efficient_attn.problem import positive_count
-from efficient_attn.report.figures import Plot
-from efficient_attn.report.table import Table
 from efficient_attn.runs import shared_options as shared
-from efficient_attn.runs.study import Point, Points, Run, Settled, Study
+from efficient_attn.runs.study import Point, Points, Settled, Study
 from efficient_attn.runs.workload import Workload, settle
 from efficient_attn.studies.recall.course import BATCH, GAP, HEAD_DIM, NUM_HEADS, Course
 
@@ -33,6 +30,7 @@ class Recall(Study):
     """
 
     kinds = ("recall",)
+    views = "efficient_attn.studies.recall.view"
     budget_s = 300.0
 
     backends: shared.Backends = shared.backends()
@@ -69,21 +67,6 @@ class Recall(Study):
                 label = f"{case.label}, seed {case.seed}"
                 points.append(Point(case=case, measure=call, label=label, series=case.label))
             yield points
-
-    def tables(self, records: Sequence[Record], run: Run[Settled]) -> list[Table]:
-        from efficient_attn.studies.recall.view import tables
-
-        return tables(records)
-
-    def sentences(self, records: Sequence[Record], run: Run[Settled]) -> list[str]:
-        from efficient_attn.studies.recall.view import sentences
-
-        return sentences(records)
-
-    def plots(self, records: Sequence[Record], run: Run[Settled]) -> dict[str, Plot]:
-        from efficient_attn.studies.recall.view import plots
-
-        return plots(records)
 
     @cached_property
     def _workload(self) -> Workload:

@@ -9,6 +9,7 @@ from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, sized
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import NOT_MEASURED, Table
 from efficient_attn.report.text import failure_notes, heading
+from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats.estimates import grouped
 
 # Fields that are equal for all rows of a contest.
@@ -67,7 +68,7 @@ def _row(records: list[Record]) -> Learned:
     return Learned((right or records)[0], tuple(record.accuracy or 0.0 for record in right), failed)
 
 
-def tables(records: Sequence[Record]) -> list[Table]:
+def tables(records: Sequence[Record], run: Run[Settled]) -> list[Table]:
     """One table for each task and way to train, the most accurate first."""
     return [_table(contest) for contest in contests(records)]
 
@@ -87,7 +88,7 @@ def _table(contest: Contest) -> Table:
     return Table(title, ("backend", "accuracy", "state, floats"), rows, notes).compared(scores=("accuracy",))
 
 
-def sentences(records: Sequence[Record]) -> list[str]:
+def sentences(records: Sequence[Record], run: Run[Settled]) -> list[str]:
     """Backends that learned the task, the smallest state first."""
     texts = []
     for contest in contests(records):
@@ -100,7 +101,7 @@ def sentences(records: Sequence[Record]) -> list[str]:
     return texts
 
 
-def plots(records: Sequence[Record]) -> dict[str, Plot]:
+def plots(records: Sequence[Record], run: Run[Settled]) -> dict[str, Plot]:
     """One chart for each task, if anything was trained."""
     shown = [contest for contest in contests(records) if any(row.accuracies for row in contest)]
     if not shown:

@@ -12,9 +12,8 @@ from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, Variant, is_yardstick, select
 from efficient_attn.options import option
 from efficient_attn.problem import positive_count
-from efficient_attn.report.table import Table
 from efficient_attn.runs import shared_options as shared
-from efficient_attn.runs.study import Points, Run, Settled, Study
+from efficient_attn.runs.study import Points, Settled, Study
 from efficient_attn.runs.workload import Workload, settle
 from efficient_attn.studies.swap.record import SwapRecord
 
@@ -65,6 +64,7 @@ class Swap(Study):
 
     kinds = ("swap", "time", "memory")
     record = SwapRecord
+    views = "efficient_attn.studies.swap.view"
     budget_s = 600.0
 
     model: Any = option(None, shared.MODEL_HELP, metavar="MODEL", argument=True)
@@ -126,16 +126,6 @@ class Swap(Study):
             for variant in working:
                 for layer in layers if variant is not OWN_ATTENTION else ():
                     yield distance_point(subject, variant, layer, draws=self.draws)
-
-    def tables(self, records: Sequence[SwapRecord], run: Run[Settled]) -> list[Table]:
-        from efficient_attn.studies.swap.view import tables
-
-        return tables(records)
-
-    def sentences(self, records: Sequence[SwapRecord], run: Run[Settled]) -> list[str]:
-        from efficient_attn.studies.swap.view import sentences
-
-        return sentences(records, run.settled)
 
     @cached_property
     def _setup(self) -> _Setup:

@@ -16,7 +16,7 @@ from efficient_attn.report.text import (
     three_digits,
 )
 from efficient_attn.runs.default_view import cost_cells
-from efficient_attn.runs.study import Settled
+from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats.estimates import grouped, time_ratio
 from efficient_attn.studies.swap.names import (
     HIDDEN,
@@ -104,14 +104,14 @@ def _row(records: Sequence[SwapRecord], quantity: str) -> SwapRow:
     )
 
 
-def tables(records: Sequence[SwapRecord]) -> list[Table]:
+def tables(records: Sequence[SwapRecord], run: Run[Settled]) -> list[Table]:
     """Tables of all layers swapped, and of each layer alone."""
     return [table for swap in swaps(records) for table in (_whole(swap), *_alone(swap))]
 
 
-def sentences(records: Sequence[SwapRecord], settled: Settled) -> list[str]:
+def sentences(records: Sequence[SwapRecord], run: Run[Settled]) -> list[str]:
     """Backend with the smallest change of each model."""
-    return [sentence for swap in swaps(records) if (sentence := _nearest(swap, settled))]
+    return [sentence for swap in swaps(records) if (sentence := _nearest(swap, run.settled))]
 
 
 def show_quantity(quantity: str, value: float) -> str:
