@@ -250,11 +250,7 @@ class Backend(nn.Module):
 def check_inputs(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, streaming: bool = False
 ) -> None:
-    """Refuse inputs that the backend cannot compute.
-
-    Raises:
-        ShapeError, DtypeError, UnsupportedError: If a shape, dtype, device or capability does not fit.
-    """
+    """Refuse inputs that the backend cannot compute."""
     problem, spec = backend.problem, backend.spec
     _check_whole(q=q, k=k, v=v, key_mask=key_mask)
     for name, x in (("q", q), ("k", k), ("v", v)):

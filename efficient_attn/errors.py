@@ -102,11 +102,7 @@ class IncompleteError(AttentionError, RuntimeError):
 
 @contextmanager
 def naming_missing(user: str) -> Iterator[None]:
-    """Context that turns a failed import into an error that names the package and its `user`.
-
-    Raises:
-        MissingPackageError: In place of a ModuleNotFoundError.
-    """
+    """Context that turns a failed import into an error that names the package and its `user`."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -143,12 +143,7 @@ def label_of(address: str) -> str:
 
 
 def load_spec(address: str) -> BackendSpec:
-    """The spec of the object at path/to/file.py:object or package.module:object, whose file runs.
-
-    Raises:
-        DataError: If there is no such file or module, or it cannot be imported.
-        UnknownNameError: If the file or module has no such object.
-    """
+    """The spec of the object at path/to/file.py:object or package.module:object, whose file runs."""
     place, thing = object_at(address)
     name = label_of(address)
     file = place if place.endswith(".py") else getattr(sys.modules[place], "__file__", None)

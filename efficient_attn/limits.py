@@ -21,11 +21,7 @@ ENVIRONMENT_BYTES, CONFIG_BYTES, TEXT_BYTES, TOKENIZER_BYTES = 1 << 22, 1 << 22,
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file.
-
-    Raises:
-        OSError: If it is no regular file, or cannot be opened.
-    """
+    """Open a regular file."""
     # Reading a pipe or a device may take for ever.
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", str(path))
@@ -52,9 +48,6 @@ def check_header(path: Path, *, most: int | None = None, hint: str = "") -> None
     Args:
         most: Largest size of the file; None: unlimited.
         hint: Advice for the error message on other files.
-
-    Raises:
-        DataError: If the file cannot be read, has no header, or exceeds a limit.
     """
     try:
         with open_regular(path) as file:
@@ -68,11 +61,7 @@ def check_header(path: Path, *, most: int | None = None, hint: str = "") -> None
 
 
 def read_object(text: bytes | str, source: str) -> dict[str, Any]:
-    """Parse a JSON object. `source` names the input in error messages.
-
-    Raises:
-        DataError: If it is no JSON object, or holds a number that is not finite.
-    """
+    """Parse a JSON object. `source` names the input in error messages."""
     # The conformance suite runs without msgspec.
     import msgspec
 

@@ -78,11 +78,7 @@ def one_of(name: str, value: object, choices: Iterable[str]) -> None:
 
 
 def numbers_in_ranges(text: Any, *, what: str) -> list[int]:
-    """Numbers of a text such as "0-5,8", ascending. Errors call them `what`.
-
-    Raises:
-        OptionError: If the text has another form, or numbers above 65 535.
-    """
+    """Numbers of a text such as "0-5,8", ascending. Errors call them `what`."""
     numbers: list[int] = []
     for part in str(text).split(","):
         first, _, last = part.strip().partition("-")

@@ -116,9 +116,6 @@ def parse_choice(value: Any, *, named: bool = False) -> Choice:
 
     Args:
         named: Whether only a name is a backend.
-
-    Raises:
-        DtypeError: If it is neither.
     """
     pair = value if isinstance(value, (tuple, list)) else (value, {})
     if len(pair) != 2 or not isinstance(pair[1], Mapping) or (named and not isinstance(pair[0], str)):
@@ -174,11 +171,7 @@ def register(
 
 
 def add_spec(spec: BackendSpec) -> None:
-    """Add a backend to the table.
-
-    Raises:
-        RuntimeError: If another function or builder has the name.
-    """
+    """Add a backend to the table."""
     stored = SPECS.get(spec.name)
     # A file that is imported again, or a notebook cell that is run again, may register its function again.
     if stored is not None and _origin(stored) != _origin(spec):

@@ -26,11 +26,7 @@ def installed(value: Any) -> Iterator[None]:
 
 
 def check_alone() -> None:
-    """Refuse to compute from the tokens of one rank.
-
-    Raises:
-        UnsupportedError: If `context_parallel` is active.
-    """
+    """Refuse to compute from the tokens of one rank."""
     if hook is not None:
         raise UnsupportedError(
             "Inside efficient_attn's context_parallel only backend(q, k, v) and its extend without a "

@@ -82,11 +82,7 @@ def in_force(layout: Layout) -> AbstractContextManager[None]:
 
 
 def exchange_of(backend: Backend) -> Exchange:
-    """The exchange of a backend between ranks.
-
-    Raises:
-        UnsupportedError: If the backend has no exchange.
-    """
+    """The exchange of a backend between ranks."""
     kind = backend.spec.capabilities.sharded
     if kind is None:
         names = ", ".join(name for name, spec in sorted(SPECS.items()) if spec.capabilities.sharded)
@@ -98,12 +94,7 @@ def exchange_of(backend: Backend) -> Exchange:
 
 
 def check_segments(backend: Backend, q: Tensor, k: Tensor, layout: Layout) -> None:
-    """Refuse parts of segments, and causal queries without keys at their positions.
-
-    Raises:
-        ShapeError: If the segments of a rank do not divide its tokens.
-        UnsupportedError: If causal queries and keys are different tokens.
-    """
+    """Refuse parts of segments, and causal queries without keys at their positions."""
     for name, x in (("q", q), ("k", k)):
         if x.shape[2] % len(layout.local):
             raise ShapeError(
@@ -136,11 +127,6 @@ def check_agreeing(
 
     Args:
         call: Prefix of the description.
-
-    Raises:
-        UnsupportedError: If the backend has no exchange between ranks.
-        ShapeError: If the description of this call differs from the description on another rank.
-        UnsupportedError: If parameters or buffers of the backend differ.
     """
     exchange_of(backend)
     device = q.device if isinstance(q, Tensor) else torch.get_default_device()

@@ -45,11 +45,7 @@ def is_assignment_file(backend: Any) -> bool:
 
 
 def read_assignment(path: str | Path) -> dict[str, dict[str, Any]]:
-    """The layers of an assignment in a file.
-
-    Raises:
-        DataError: If the file cannot be read or holds no assignment.
-    """
+    """The layers of an assignment in a file."""
     try:
         assignment = json.loads(read_bytes(Path(path), CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:

@@ -15,11 +15,7 @@ _SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 
 @cache
 def studies() -> dict[str, type[Study]]:
-    """Every study by its name.
-
-    Raises:
-        DataError: If something else lies in the folder.
-    """
+    """Every study by its name."""
     paths = importlib.import_module(_FOLDER).__path__
     registered = {}
     for name in sorted(module.name for module in pkgutil.iter_modules(paths)):

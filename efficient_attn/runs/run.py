@@ -39,11 +39,7 @@ from efficient_attn.stats.noise_warnings import DURING
 def prepare(
     kind: type[Study], typed: Mapping[str, Any], *, out: str | Path | None = None, resume: bool = False
 ) -> Study:
-    """Build the study of typed options, and of the stored ones if a run is resumed.
-
-    Raises:
-        AttentionError: If options do not fit each other, or the stored run.
-    """
+    """Build the study of typed options, and of the stored ones if a run is resumed."""
     if resume and out is None:
         raise OptionError("resume needs out, the folder of the run to go on with.")
     path = Path(out or "") / ENVIRONMENT

@@ -121,9 +121,6 @@ def check_unchanged(
     Args:
         stored, machine: Environment of the run and of the present machine.
         cases: Cases of the study; `records` are the stored ones.
-
-    Raises:
-        DataError: If torch, code, threads, the processor or the model differs.
     """
     if not records:
         return

@@ -152,11 +152,7 @@ class Study:
         return nullcontext()
 
     def points(self) -> Points:
-        """Yield what to measure. A run asks for it more than once.
-
-        Raises:
-            NotImplementedError: If the study has no points.
-        """
+        """Yield what to measure. A run asks for it more than once."""
         raise NotImplementedError
 
     def tables(self, records: Sequence[Any], run: Run[Any]) -> list[Table]:

@@ -126,11 +126,7 @@ class SdpaCall:
         )
 
     def served(self, backend: Backend, shown: ShownKeys) -> Tensor:
-        """Output of a backend.
-
-        Raises:
-            UnsupportedError: If the backend does not fit causality, scale or cross-attention of the call.
-        """
+        """Output of a backend. An UnsupportedError says why it does not fit the call."""
         # The only query of a decoding step sees all keys, causal or not.
         if shown.causal != backend.problem.causal and self.query.shape[-2] != 1:
             if backend.spec.capabilities.exact:
@@ -178,9 +174,6 @@ def unsure_modules(calls: Mapping[Site, int]) -> dict[str, str]:
     """{module whose calls have no sure number: reason}.
 
     The mode of a module around another one that calls attention would see the calls of both.
-
-    Args:
-        calls: Number of calls of each site in a run of the example.
     """
     counts = Counter(module for module, _ in {(site.module, count) for site, count in calls.items()})
     uneven = [module for module, variants in counts.items() if variants > 1]

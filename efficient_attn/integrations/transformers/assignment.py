@@ -25,11 +25,7 @@ EXACT = Choice("exact", {})
 def choose_backends(
     sites: list[AttentionSite], backend: Any, kinds: Mapping[str, Any], options: Mapping[str, Any]
 ) -> dict[str, Choice]:
-    """Choices by attention module, exact by default.
-
-    Raises:
-        OptionError, DtypeError, UnknownNameError: If the request is invalid.
-    """
+    """Choices by attention module, exact by default."""
     by_kind = {kind: parse_choice(value) for kind, value in kinds.items() if value is not None}
     if options and (by_kind or isinstance(backend, Mapping)):
         name = next(iter(options))
@@ -166,11 +162,7 @@ def build_assignment(
     layers: Mapping[str, Mapping[str, Any]],
     source: str,
 ) -> dict[str, Backend]:
-    """Build the assigned backend of all attention modules.
-
-    Args:
-        source: Origin of the assignment, for messages.
-    """
+    """Build the assigned backend of all attention modules."""
     by_name = {_base_path(model, site.path): site for site in sites}
     if by_name.keys() != layers.keys():
         raise DataError(f"{source}: the layers in efficient_attn belong to another model.")

@@ -77,11 +77,7 @@ class VisibleKeys(NamedTuple):
 
 
 class Mask(Tensor):
-    """Mask of one pattern for our attention functions.
-
-    Attributes:
-        visible: The visible keys.
-    """
+    """Mask of one pattern for our attention functions."""
 
     visible: VisibleKeys
 

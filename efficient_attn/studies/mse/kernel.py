@@ -86,8 +86,7 @@ def _measure(variant: Variant, subject: NamedInputs, draws: int, threads: int | 
 
 
 def _theory(backend: Any, q: torch.Tensor, k: torch.Tensor, draws: int) -> tuple[float | None, float]:
-    """Theoretical error over SM², if it has a closed form, and relative standard error from rare directions.
-    """
+    """Theoretical error over SM² if known, and relative standard error from rare directions."""
     features = getattr(backend.core, "features", None)
     random = getattr(features, "random", features)
     projection = getattr(backend.options, "projection", None)
