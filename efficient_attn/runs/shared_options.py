@@ -112,11 +112,6 @@ def device(default: str | None, shown: str | None = None) -> Any:
     return option(default, _or("auto, cpu, cuda or cuda:1.", shown))
 
 
-def dtype(default: str | None, help: str, *, rare: bool = True) -> Any:
-    """Dtype of the inputs."""
-    return option(default, help, rare=rare)
-
-
 def threads() -> Any:
     """Threads of PyTorch on the CPU."""
     return option(None, "CPU threads; number of idle cores if omitted.", least=1, rare=True)
@@ -125,15 +120,3 @@ def threads() -> Any:
 def seed() -> Any:
     """Random seed."""
     return option(0, "Random seed.", least=0, most=WHOLE_NUMBER, rare=True)
-
-
-def draws(default: int | None, help: str = "Random-feature draws per point.") -> Any:
-    """Draws of random features."""
-    return option(default, help, least=1)
-
-
-def rounds() -> Any:
-    """Rounds of timed calls."""
-    return option(
-        4, "Timing rounds per point; more rounds narrow the interval.", least=1, rare=True, free=True
-    )

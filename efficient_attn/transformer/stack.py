@@ -28,12 +28,7 @@ from efficient_attn.transformer.layer import (
     check_sequence,
     share_layers,
 )
-from efficient_attn.transformer.positions import (
-    KINDS,
-    LearnedPositions,
-    add_sinusoidal_positions,
-    check_even,
-)
+from efficient_attn.transformer.positions import KINDS, LearnedPositions, add_sinusoidal_positions, check_even
 
 # Names of submodules in torch's stacks.
 _NAMES = {"layers": "blocks"}

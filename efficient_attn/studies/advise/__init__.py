@@ -82,7 +82,7 @@ class Advise(Study):
         None, "Min. share of exact attention's copy recall; 0.98 if omitted.", least=0, most=1
     )
     options: shared.Settings = shared.settings(free=False)
-    dtype: str | None = shared.dtype(None, "Dtype of MODEL; that of its checkpoint if omitted.", rare=False)
+    dtype: str | None = option(None, "Dtype of MODEL; that of its checkpoint if omitted.")
     device: str | None = shared.device(None, "auto")
     threads: int | None = shared.threads()
     rounds: int | None = option(
@@ -154,7 +154,7 @@ class Advise(Study):
             model_steps, pairs, candidates(variants, first), target, rounds=self.rounds, ranks_heads=ranked
         )
         settled = AdviseSettled(
-            candidates=_labels(variants),
+            candidates=tuple(variant.label for variant in variants),
             **{name: first.shared[name] for name in ("device", "dtype", "threads")},
             free_cores=core_words(workload, self.threads),
             model=origin,
@@ -183,7 +183,3 @@ class Advise(Study):
             chosen = tuple(sorted((x for x in chosen if x.backend != DENSE), key=promising))
         exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
         return (*exact, *(variant for variant in chosen if variant.backend != YARDSTICK))
-
-
-def _labels(variants: Sequence[Variant]) -> tuple[str, ...]:
-    return tuple(variant.label for variant in variants)

@@ -34,11 +34,7 @@ from efficient_attn.studies.advise.names import HEADS, RANDOM_HEADS, RETRIEVAL
 from efficient_attn.studies.advise.outcomes import Targets
 from efficient_attn.studies.advise.precision import Timed, timing_steps
 from efficient_attn.studies.advise.record import AdviseRecord
-from efficient_attn.studies.swap.measure import (
-    case_of,
-    plan_point,
-    work,
-)
+from efficient_attn.studies.swap.measure import case_of, plan_point, work
 from efficient_attn.studies.swap.model import TextSubject
 from efficient_attn.studies.swap.names import WINDOW
 from efficient_attn.studies.swap.subject import OWN_ATTENTION, ModelSubject

@@ -121,7 +121,9 @@ class Bench(Study):
     batch: int = 1
     num_heads: int | None = option(None, "Number of heads; 8 if omitted.", least=1, rare=True)
     head_dim: int | None = shared.head_dim(None, "64")
-    dtype: str = shared.dtype("auto", "auto (float32 on the CPU, half precision on CUDA) or a dtype.")
+    dtype: str = option(
+        "auto", "auto (float32 on the CPU, half precision on CUDA) or a dtype.", rare=True
+    )
     device: str = shared.device("auto")
     threads: int | None = shared.threads()
     timeout_s: float = option(

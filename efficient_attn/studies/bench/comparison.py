@@ -17,15 +17,7 @@ from efficient_attn.measure.variants import (
     single_names,
 )
 from efficient_attn.runs.store import over_budget
-from efficient_attn.stats.estimates import (
-    OPEN,
-    Typical,
-    by_subject,
-    call_time,
-    curves,
-    grouped,
-    middle,
-)
+from efficient_attn.stats.estimates import OPEN, Typical, by_subject, call_time, curves, grouped, middle
 from efficient_attn.stats.predicted_time import extrapolated
 from efficient_attn.stats.speeds import speed_ups
 

@@ -21,14 +21,7 @@ from efficient_attn.report.figures import (
 from efficient_attn.report.table import brief
 from efficient_attn.report.text import edges, setting, show_error, show_ratio
 from efficient_attn.runs.study import Run, Settled
-from efficient_attn.stats.estimates import (
-    DEVICE_TIME,
-    FASTER,
-    OPEN,
-    Curve,
-    by_clock,
-    curves,
-)
+from efficient_attn.stats.estimates import DEVICE_TIME, FASTER, OPEN, Curve, by_clock, curves
 from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.stats.speeds import speed_ups
 from efficient_attn.studies.bench.comparison import ROUNDING, Comparison, Row, comparisons

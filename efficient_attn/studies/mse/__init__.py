@@ -94,7 +94,9 @@ class Mse(Study):
         parse=shared.parse_numbers("degrees from 0 to 180, such as 60,90", lambda angle: 0 <= angle <= 180),
         free=True,
     )
-    draws: int | None = shared.draws(None, "Random-feature draws per point; 6, --of kernel 64, if omitted.")
+    draws: int | None = option(
+        None, "Random-feature draws per point; 6, --of kernel 64, if omitted.", least=1
+    )
     seq_lens: shared.Sizes = shared.seq_lens((4096,), "Lengths of Gaussian inputs: 4096 or 1k,4k.")
     head_dim: int = shared.head_dim(16)
     layers: Sequence[int] | None = shared.layers()

@@ -73,16 +73,18 @@ class Swap(Study):
     texts: Texts | None = text_option()
     seq_lens: shared.Sizes | None = shared.seq_lens(None, "Tokens per text: 512,2k; at most 512 if omitted.")
     options: shared.Settings = shared.settings()
-    draws: int = shared.draws(3)
+    draws: int = option(3, "Random-feature draws per point.", least=1)
     by_layer: bool = option(False, "Also replace each layer alone.", free=True)
     save: str | Path | None = option(
         None, "Save q, k, v of the layers for mse --inputs.", metavar="FILE.safetensors", free=True
     )
     layers: Sequence[int] | None = shared.layers("Layers for --by-layer and --save, from 0; all if omitted.")
-    dtype: str | None = shared.dtype(None, "Dtype of MODEL; that of its checkpoint if omitted.", rare=False)
+    dtype: str | None = option(None, "Dtype of MODEL; that of its checkpoint if omitted.")
     device: str | None = shared.device(None, "cpu")
     threads: int | None = shared.threads()
-    rounds: int = shared.rounds()
+    rounds: int = option(
+        4, "Timing rounds per point; more rounds narrow the interval.", least=1, rare=True, free=True
+    )
     seed: int = shared.seed()
 
     def check(self) -> None:

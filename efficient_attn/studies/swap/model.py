@@ -15,12 +15,7 @@ from torch import Tensor, nn
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers.assignment import assignment_of
 from efficient_attn.integrations.transformers.attachment import installed
-from efficient_attn.integrations.transformers.loading import (
-    Opened,
-    open_model,
-    positions,
-    token_ids,
-)
+from efficient_attn.integrations.transformers.loading import Opened, open_model, positions, token_ids
 from efficient_attn.integrations.transformers.swapping import (
     AttentionSites,
     build_layers,
