@@ -22,11 +22,7 @@ class LeftError(Exception):
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Convert an exception that would end the program, but for Ctrl-C, to an ordinary error.
-
-    Raises:
-        LeftError: In place of SystemExit and the like.
-    """
+    """Convert an exception that would end the program, but for Ctrl-C, to a LeftError."""
     try:
         yield
     except (Exception, GeneratorExit, KeyboardInterrupt):

@@ -99,11 +99,7 @@ class AdaptedAttention(nn.Module):
 
 
 def spec_of(thing: Any, *, name: str | None = None) -> BackendSpec:
-    """The spec of a BackendSpec, a built backend, a registered builder, a module or a function.
-
-    Raises:
-        DtypeError: If the object is of another kind.
-    """
+    """The spec of a BackendSpec, a built backend, a registered builder, a module or a function."""
     if isinstance(thing, BackendSpec):
         return thing
     for registered in SPECS.values():

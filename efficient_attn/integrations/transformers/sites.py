@@ -49,12 +49,7 @@ class AttentionSite(NamedTuple):
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """The outermost transformers model of a module, such as a PeftModel.
-
-    Raises:
-        DtypeError: If the module holds no transformers model.
-        UnsupportedError: If it holds several side by side.
-    """
+    """The outermost transformers model of a module, such as a PeftModel."""
     models = _outermost_models(model) if isinstance(model, nn.Module) else []
     if not models:
         raise DtypeError(f"model is a transformers model, or holds one, not {type(model).__name__}.")

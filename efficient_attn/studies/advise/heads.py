@@ -66,11 +66,7 @@ class HeadPlan(NamedTuple):
 def head_steps(
     choosing: TextSubject, held_out: TextSubject, targets: Targets, timed: Sequence[Timed], rounds: int | None
 ) -> Points:
-    """Rank the key/value heads, window as many as the targets allow, and verify on held-out texts.
-
-    Args:
-        timed: Models that the plan is timed against.
-    """
+    """Rank the key/value heads, window as many as the targets allow, and verify on held-out texts."""
     heads = [(layer, head) for layer in choosing.layers for head in range(_kv_heads(choosing))]
     labels = (f"{PLAN} {number}" for number in itertools.count(1))
     plans: list[HeadPlan] = []

@@ -105,11 +105,7 @@ def _length_steps(
     timed: Sequence[Timed],
     rounds: int | None,
 ) -> Points:
-    """Windows in sliding layers, the bound, errors of layers, times, plans, verification.
-
-    Args:
-        timed: Models that the plan is timed against.
-    """
+    """Windows in sliding layers, the bound, errors of layers, times, plans, verification."""
     quantity, limit, first = targets.quantity, targets.limit, LOOKS[0] if rounds is None else rounds
 
     def loss_of(record: AdviseRecord) -> float:

@@ -29,13 +29,6 @@ _MODEL = Variant(backend=OWN, label=MODEL_BFLOAT16, target=OWN)
 Timed = tuple[ModelSubject, Variant]
 
 
-def lowers_precision(subject: ModelSubject) -> bool:
-    """Whether bfloat16 may be faster: on a GPU, and on a CPU with instructions for its products."""
-    shared = subject.shared
-    native = shared["device"] != "cpu" or bfloat16_instructions() != "none"
-    return isinstance(subject, TextSubject) and shared["dtype"] == "float32" and native
-
-
 def precision_steps(
     choosing: ModelSubject, held_out: ModelSubject, targets: Targets
 ) -> Generator[Point | list[Point], Any, tuple[Any, Any, Sequence[Timed]]]:
@@ -44,9 +37,11 @@ def precision_steps(
     Returns: Both subjects in the faster precision, and all models within the targets.
     """
     timed: list[Timed] = [(held_out, OWN_ATTENTION)]
-    if not lowers_precision(held_out):
+    # On a CPU bfloat16 may be faster if there are instructions for its products.
+    native = held_out.shared["device"] != "cpu" or bfloat16_instructions() != "none"
+    if not (isinstance(held_out, TextSubject) and held_out.shared["dtype"] == "float32" and native):
         return choosing, held_out, timed
-    lower = cast(TextSubject, held_out).in_dtype(torch.bfloat16, _MODEL)
+    lower = held_out.in_dtype(torch.bfloat16, _MODEL)
     for subject, variant in ((held_out, _ATTENTION), (lower, _MODEL)):
         record = yield distance_point(subject, variant)
         if record.status == "ok" and not targets.missed(record):
@@ -54,8 +49,8 @@ def precision_steps(
     # One round decides, and all rounds follow with those of the plan.
     times = yield [pass_point(*each, rounds=1) for each in timed]
     gains = [time_ratio(record, times[0]).median if record.times_s else 1.0 for record in times]
-    subject, variant = timed[gains.index(max(gains))]
-    if subject is lower:
+    fastest, variant = timed[gains.index(max(gains))]
+    if fastest is lower:
         return cast(TextSubject, choosing).in_dtype(torch.bfloat16, _MODEL), lower, timed
     if variant is _ATTENTION:
         choosing, held_out = map(_with_attention, (choosing, held_out))

@@ -306,8 +306,13 @@ class Bench(Study):
     def _variants(self, workload: Workload) -> tuple[Variant, ...]:
         """Exact attention with default options, then the other variants."""
         chosen = select(self.backends, self.options, usual=_BACKENDS, also=True)
-        if self.backends is None and not _multiplies_half_precision(workload):
-            chosen = tuple(x for x in chosen if x.backend != YARDSTICK or is_yardstick(x))
+        if self.backends is None:
+            from efficient_attn.ops.paths import bfloat16_instructions
+
+            # Float32 attention is faster in half precision by these instructions alone.
+            float32 = workload.device == "cpu" and workload.dtype == "float32"
+            if not (float32 and bfloat16_instructions() == "amx_bf16"):
+                chosen = tuple(x for x in chosen if x.backend != YARDSTICK or is_yardstick(x))
         if not any(map(is_yardstick, chosen)):
             chosen = (*select([YARDSTICK]), *chosen)
         # The baseline comes first, in case the budget ends.
@@ -340,14 +345,6 @@ def _errors(setting: _Setting, lengths: Sequence[int]) -> Points:
                 if variant.label not in failed:
                     record = yield layer.point(variant, tokens, "error")
                     failed |= {variant.label} if record.status in _BROKEN else set()
-
-
-def _multiplies_half_precision(workload: Workload) -> bool:
-    """Whether float32 attention is faster in half precision, by the instructions of the processor."""
-    from efficient_attn.ops.paths import bfloat16_instructions
-
-    float32 = workload.device == "cpu" and workload.dtype == "float32"
-    return float32 and bfloat16_instructions() == "amx_bf16"
 
 
 def _layers_of(source: Any, layers: Sequence[int] | None, workload: Workload) -> list[Any]:

@@ -48,12 +48,7 @@ _SPEEDS = (
 
 
 def tables(records: Sequence[Record], run: Run[Settled], *, column: str, rounds: int) -> list[Table]:
-    """One table of each setting, then details: times, memory and errors at all lengths.
-
-    Args:
-        column: One of COLUMNS.
-        rounds: Most rounds of a call.
-    """
+    """One table of each setting, then details: times, memory and errors at all lengths."""
     settings = comparisons(records)
     shown = [_comparison_table(x, run, column, rounds) for x in settings if x.rows]
     for heading, calls in calls_by_heading(settings, run).items():

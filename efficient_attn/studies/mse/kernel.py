@@ -31,13 +31,9 @@ _MOST_UNCERTAIN = 0.2
 
 
 def pairs(*, norm: float, angle: float, head_dim: int, seed: int) -> NamedInputs:
-    """q and k, float64 [1 1 pairs head_dim], whose scaled vectors have this norm and angle.
+    """q and k, float64 [1 1 pairs head_dim], whose scaled vectors have this norm and angle in degrees.
 
     x = q/head_dim^¼ and y = k/head_dim^¼, so that exp(x·y) is the softmax kernel at 1/√head_dim.
-
-    Args:
-        norm: |x| = |y|.
-        angle: Angle between x and y in degrees.
     """
     positive_count("head_dim", head_dim)
     if not 0 <= angle <= 180:

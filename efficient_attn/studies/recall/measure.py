@@ -103,7 +103,9 @@ def _measured(case: Case, target: Any, course: Course) -> Record:
     steps, loss = _train(model, course, case.seed)
     if not math.isfinite(loss):
         return replace(record, status="error", reason=f"step {steps}: the loss was {loss}.")
-    right = _right(model, course, case.seed)
+    keys, values, answers = course.draw(_TEST_SEQUENCES, seed=case.seed, stream=TESTED, number=0)
+    with torch.no_grad():
+        right = (model.eval()(keys, values).argmax(dim=-1) == answers).flatten().tolist()
     return replace(record, accuracy=fmean(right), answers=len(right))
 
 
@@ -124,13 +126,6 @@ def _train(model: Learner, course: Course, seed: int) -> tuple[int, float]:
         optimiser.step()
         step, value = step + 1, loss.item()
     return step, value
-
-
-@torch.no_grad()
-def _right(model: Learner, course: Course, seed: int) -> list[bool]:
-    """Whether each answer was right, on sequences drawn for tests alone."""
-    keys, values, answers = course.draw(_TEST_SEQUENCES, seed=seed, stream=TESTED, number=0)
-    return (model.eval()(keys, values).argmax(dim=-1) == answers).flatten().tolist()
 
 
 def floats_read(backend: Backend, case: Case) -> int | None:
