@@ -9,8 +9,8 @@ from typing import Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.measure.units import parse_names, parse_sizes
-from efficient_attn.measure.variants import select
-from efficient_attn.options import option
+from efficient_attn.measure.variants import Variant, select, sized
+from efficient_attn.options import SEED, option
 from efficient_attn.problem import positive_count
 from efficient_attn.runs import shared_options as shared
 from efficient_attn.runs.study import Point, Points, Settled, Study, interleaved
@@ -18,6 +18,9 @@ from efficient_attn.runs.workload import Workload, settle
 
 # Options without an effect on an error.
 _NOT_OF = {"output": ("angles",), "kernel": ("inputs", "metric", "seq_lens", "layers")}
+
+# Operations of the metric per token and entry of a head, in the unit of a backend's own count.
+_METRIC = 100
 
 # Sizes of an output's error; kernel entries have sizes of their own.
 _SIZES = (16, 32, 64, 128, 256, 512, 1024)
@@ -136,7 +139,6 @@ class Mse(Study):
         from efficient_attn.measure.accuracy import DRAWS, MEAN, METRICS, at_sizes
         from efficient_attn.measure.inputs import subjects
         from efficient_attn.studies.mse import kernel
-        from efficient_attn.studies.mse.points import error_point
 
         if self.metric not in METRICS:
             raise UnknownNameError("metric", self.metric, METRICS)
@@ -160,7 +162,7 @@ class Mse(Study):
             chosen = list(drawn(names, tokens=lengths[0]))
             for tokens in lengths[1:] if "gaussian" in names else ():
                 chosen += drawn(["gaussian"], tokens=tokens)
-            point = partial(error_point, metric=self.metric, **question)
+            point = partial(self._error_point, **question)
         if not chosen:
             raise OptionError("norms and angles must not be empty.")
         lists = []
@@ -169,3 +171,21 @@ class Mse(Study):
             lines = [[point(at, subject) for at in at_sizes(x, subject, sizes)] for x in variants]
             lists.append([*baseline, *interleaved(lines)])
         return lists
+
+    def _error_point(self, variant: Variant, subject: Any, *, draws: int, threads: int | None) -> Point:
+        """Error of a variant, or of uniform attention, on the inputs of a subject."""
+        from efficient_attn.measure.accuracy import error_case, measure_error
+        from efficient_attn.measure.calls import attention_flops
+
+        case = error_case(variant, subject, "output", threads=threads)
+        flops = attention_flops(case, variant.target) or case.tokens**2 * case.model_dim
+        cost = flops + _METRIC * case.tokens * case.model_dim
+        return Point(
+            case=case,
+            measure=partial(
+                measure_error, variant, subject, metric=self.metric, draws=draws, threads=threads
+            ),
+            label=f"{case.label} on {case.inputs}",
+            series=(sized(case).series, "error"),
+            cost=float(cost) * (draws if SEED in variant.options else 1),
+        )
