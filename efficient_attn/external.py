@@ -286,11 +286,7 @@ def package_of(plugin: EntryPoint) -> str:
 
 
 def load_plugin(name: str) -> None:
-    """Import a plug-in, which registers its backend.
-
-    Raises:
-        DataError: If the import fails or does not register the declared name.
-    """
+    """Import a plug-in, which registers its backend."""
     plugin = plugins()[name]
     label = f"The plug-in {name!r} ({package_of(plugin)})"
     with running(label, "cannot be imported"):

@@ -17,12 +17,6 @@ class Layout(NamedTuple):
 
     A contiguous layout has one segment per rank; a head-tail layout has two, i and 2·ranks − 1 − i for rank
     i, so that all ranks have equally many causal pairs.
-
-    Attributes:
-        group: Name of the process group.
-        kind: "contiguous" or "head-tail".
-        rank: Rank of this process in the group.
-        ranks: Number of ranks.
     """
 
     group: Any

@@ -61,10 +61,6 @@ def open_model(
     Args:
         dtype: Name of a dtype; None: the dtype of the checkpoint.
         tokens: Number of tokens that the model has to support.
-
-    Raises:
-        DataError: If the folder holds no model, or reading it would run code.
-        OptionError: If the model has fewer positions than `tokens`.
     """
     path = Path(folder)
     weights = weight_files(path)

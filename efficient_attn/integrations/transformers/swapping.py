@@ -195,11 +195,6 @@ def capture_text(
 
     Args:
         layers: Indices of the layers to keep; None keeps all.
-
-    Raises:
-        DataError: If the text has no tokens, or a layer does not call `F.scaled_dot_product_attention`.
-        OptionError: If the file would be larger than MOST_BYTES.
-        UnsupportedError: If no backend supports the model's attention.
     """
     positive_count("max_tokens", max_tokens)
     sites = {site.layer: site.path for site in sites_of(opened.model).swapped}
