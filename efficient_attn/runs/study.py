@@ -85,10 +85,12 @@ class Run(NamedTuple, Generic[S]):
     Attributes:
         settled: Decisions of the study.
         load: Largest share of all cores that other processes took.
+        study: The study with its options, in functions of its `views`.
     """
 
     settled: S
     load: float = 0.0
+    study: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +176,7 @@ class Study:
     def _viewed(self, name: str, records: Sequence[Any], run: Run[Any]) -> Any:
         """Result of a function of the module `views`, or None if it has no such function."""
         view = getattr(import_module(self.views), name, None)
-        return None if view is None else view(records, run)
+        return None if view is None else view(records, run._replace(study=self))
 
     def refuse(self, *names: str, reason: str) -> None:
         """Reject options that have no effect, unless they have their default."""

@@ -22,8 +22,7 @@ from efficient_attn.runs.header import header, requested
 from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats.estimates import curves
 from efficient_attn.stats.speeds import speed_ups
-from efficient_attn.studies.bench.tables import tables
-from efficient_attn.studies.bench.view import plots, sentences
+from efficient_attn.studies.bench import Bench
 
 UNDISTURBED = Run(Settled())
 
@@ -109,15 +108,15 @@ def test_a_gpu_has_a_second_pair_of_tables_a_sentence_and_a_plot_of_device_times
         replace(record(label, device="cuda", l2="cold"), device_times_s=samples(factor))
         for label, factor in (("exact", 0.1), ("window", 0.04))
     ]
-    speeds, time, device = tables(records, UNDISTURBED, column="time", rounds=32)
+    speeds, time, device = Bench().tables(records, UNDISTURBED)
     assert time.title.endswith("; time per call, ms") and device.title.endswith("; device time per call, ms")
     assert [table.detail for table in (speeds, time, device)] == [False, True, False]
     assert [row[1] for row in device.rows] == ["0.6", "0.24"]
     assert "with a cold L2 cache" in " ".join(device.notes)
-    latency, queued = sentences(records, 0.1, UNDISTURBED)
+    latency, queued = Bench().sentences(records, UNDISTURBED)
     assert latency == "2 heads of 8, float32, cuda, batch 2: window (1.0×? at 1024 tokens)."
     assert queued == f"Speed by device time ({speeds.title}), exact 1×: window 2.5×?."
-    assert [*plots(records, 0.1)] == ["time", "device-time"]
+    assert [*Bench().plots(records, UNDISTURBED)] == ["time", "device-time"]
     assert ea.Results(records).summary()[0]["device_time_s"] == pytest.approx(0.0006)
 
 

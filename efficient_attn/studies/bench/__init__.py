@@ -25,10 +25,8 @@ from efficient_attn.measure.variants import (
 )
 from efficient_attn.options import one_of, option, positive_number
 from efficient_attn.problem import positive_count
-from efficient_attn.report.figures import Plot
-from efficient_attn.report.table import Table
 from efficient_attn.runs import shared_options as shared
-from efficient_attn.runs.study import Point, Points, Run, Settled, Study
+from efficient_attn.runs.study import Point, Points, Settled, Study
 from efficient_attn.runs.workload import SUBJECTS, Costs, Workload, core_words, measurer_for, settle
 
 DEFAULT_MAX_ERROR = 0.1
@@ -98,6 +96,7 @@ class Bench(Study):
     """
 
     kinds = ("time", "memory", "error")
+    views = "efficient_attn.studies.bench.view"
     budget_s = 90.0
 
     backends: shared.Backends = shared.backends(usual="nine typical ones")
@@ -151,7 +150,7 @@ class Bench(Study):
 
     def check(self) -> None:
         positive_number("max_error", self.max_error)
-        positive_count("rounds", self._most_rounds)
+        positive_count("rounds", self.most_rounds)
         one_of("column", self.column, COLUMNS)
         parse_sizes(self.seq_lens, name="seq_lens")
         alone = set(self._subjects) == {"attention"}
@@ -216,28 +215,14 @@ class Bench(Study):
                 records = yield [replace(call, rounds=look) for call in calls if call.case.key in left]
                 times |= {record.case.key: record for record in records}
 
-    def tables(self, records: Sequence[Record], run: Run[Settled]) -> list[Table]:
-        from efficient_attn.studies.bench.tables import tables
-
-        return tables(records, run, column=self.column, rounds=self._most_rounds)
-
-    def sentences(self, records: Sequence[Record], run: Run[Settled]) -> list[str]:
-        from efficient_attn.studies.bench.view import sentences
-
-        return sentences(records, self.max_error, run)
-
-    def plots(self, records: Sequence[Record], run: Run[Settled]) -> dict[str, Plot]:
-        from efficient_attn.studies.bench.view import plots
-
-        return plots(records, self.max_error)
-
     @property
     def _subjects(self) -> tuple[str, ...]:
         """Subjects of times, each once."""
         return tuple(dict.fromkeys(self.of.split(",") if isinstance(self.of, str) else self.of))
 
     @property
-    def _most_rounds(self) -> int:
+    def most_rounds(self) -> int:
+        """Most rounds of a call."""
         return LOOKS[-1] if self.rounds is None else self.rounds
 
     @property
@@ -266,7 +251,7 @@ class Bench(Study):
         measurer, limit, notes = measurer_for(
             chosen, workload, isolate=self.isolate, timeout_s=self.timeout_s, memory_limit=self.memory_limit
         )
-        costs_of = partial(Costs, measure=measurer, rounds=self._most_rounds, limit_bytes=limit)
+        costs_of = partial(Costs, measure=measurer, rounds=self.most_rounds, limit_bytes=limit)
         l2 = COLD if workload.device.startswith("cuda") else None
         settings, layers = [], list[Any]()
         for subject in self._subjects:

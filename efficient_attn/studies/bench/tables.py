@@ -47,10 +47,10 @@ _SPEEDS = (
 )
 
 
-def tables(records: Sequence[Record], run: Run[Settled], *, column: str, rounds: int) -> list[Table]:
+def tables(records: Sequence[Record], run: Run[Settled]) -> list[Table]:
     """One table of each setting, then details: times, memory and errors at all lengths."""
     settings = comparisons(records)
-    shown = [_comparison_table(x, run, column, rounds) for x in settings if x.rows]
+    shown = [_comparison_table(x, run) for x in settings if x.rows]
     for heading, calls in calls_by_heading(settings, run).items():
         for clock, timed in by_clock(calls).items():
             caches = " or ".join(sorted({record.case.l2 for record in timed if record.case.l2}))
@@ -76,7 +76,8 @@ def calls_by_heading(settings: Iterable[Comparison], run: Run[Settled]) -> dict[
     return headings
 
 
-def _comparison_table(comparison: Comparison, run: Run[Settled], column: str, rounds: int) -> Table:
+def _comparison_table(comparison: Comparison, run: Run[Settled]) -> Table:
+    column = run.study.column
     shown, errors_at, longest = comparison.rows, comparison.tokens, comparison.longest
     memory_at = longest or max((tokens for row in shown for tokens in row.peaks), default=0)
     error, speed = f"error, {errors_at} tokens", f"speed-up, {longest} tokens"
@@ -94,7 +95,7 @@ def _comparison_table(comparison: Comparison, run: Run[Settled], column: str, ro
     notes = (
         *([_ERRORS] if errors_at else []),
         *([_SPEEDS] if longest else []),
-        *mark_notes(rows, "extrapolated from shorter lengths", _doubt(comparison, rounds)),
+        *mark_notes(rows, "extrapolated from shorter lengths", _doubt(comparison, run.study.most_rounds)),
         *calibration_note(comparison.records),
         *failure_notes(comparison.records),
     )

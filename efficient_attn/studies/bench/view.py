@@ -26,6 +26,7 @@ from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.stats.speeds import speed_ups
 from efficient_attn.studies.bench.comparison import ROUNDING, Comparison, Row, comparisons
 from efficient_attn.studies.bench.tables import calls_by_heading, heading_of, start_cell
+from efficient_attn.studies.bench.tables import tables as tables
 
 # Space around the medians; wider intervals leave the picture, which would be flat lines otherwise.
 _MARGIN = 1.5
@@ -49,11 +50,11 @@ _COSTS = {
 _TOKENS = Axis("sequence length, tokens", "log2", "{:.0f}".format)
 
 
-def sentences(records: Sequence[Record], max_error: float, run: Run[Settled]) -> list[str]:
+def sentences(records: Sequence[Record], run: Run[Settled]) -> list[str]:
     """The conclusion of each setting, then speeds by device time."""
     settings = comparisons(records)
     pairs = zip(settings, _places(settings, run), strict=True)
-    texts = [_verdict(comparison, max_error, run, place) for comparison, place in pairs]
+    texts = [_verdict(comparison, run.study.max_error, run, place) for comparison, place in pairs]
     for heading, calls in calls_by_heading(settings, run).items():
         if timed := by_clock(calls).get(DEVICE_TIME):
             rows = sorted(speed_ups(curves(timed, "time_s")), key=lambda row: -row.last.median)
@@ -120,12 +121,12 @@ def _in_words(row: Row) -> str:
     return f"{row.label} ({', '.join(parts)})"
 
 
-def plots(records: Sequence[Record], max_error: float) -> dict[str, Plot]:
+def plots(records: Sequence[Record], run: Run[Settled]) -> dict[str, Plot]:
     """Error against speed beside time against length, or time alone, then memory against length."""
-    settings, run = comparisons(records), Run(Settled())
+    settings, max_error = comparisons(records), run.study.max_error
     drawn = [x for x in settings if x.tokens and any(row.is_candidate and row.speeds for row in x.rows)]
     pictures = {"bench": comparison_plot(drawn, max_error)} if drawn else {}
-    groups = calls_by_heading(settings, run)
+    groups = calls_by_heading(settings, Run(Settled()))
     for cost, (name, *_) in _COSTS.items():
         lines = [line for calls in groups.values() for line in curves(calls, cost) if line.measured]
         # A single length is no line, and times stand beside errors already.
