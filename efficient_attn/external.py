@@ -152,10 +152,6 @@ def object_at(address: str, *, role: str = "a backend") -> tuple[str, Any]:
 
     Args:
         role: Noun for the object in the error message on a missing file.
-
-    Raises:
-        DataError: If there is no such file or module, or it cannot be imported.
-        UnknownNameError: If the file or module has no such object.
     """
     place, _, attribute = address.rpartition(":")
     path = Path(place) if place.endswith(".py") else None
@@ -172,12 +168,11 @@ def object_at(address: str, *, role: str = "a backend") -> tuple[str, Any]:
 
 def _file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"efficient_attn_file_{path.stem}", path)
-    assert spec is not None, "a path that ends in .py has a loader"
-    loader, module = spec.loader, importlib.util.module_from_spec(spec)
-    assert loader is not None, "a path that ends in .py has a loader"
+    assert spec is not None and spec.loader is not None, "a path that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
     # Dataclasses look up their module by its name.
     sys.modules[module.__name__] = module
-    loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
 
 

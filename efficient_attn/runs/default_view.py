@@ -1,27 +1,13 @@
-"""Default views: one table of all quantities, flat rows, and cells of costs."""
+"""Default views: one table of all quantities, and flat rows."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from efficient_attn.measure.record import Record
 from efficient_attn.report.table import NOT_MEASURED, Table
-from efficient_attn.report.text import failure_notes, show_ratio, show_spread, three_digits
+from efficient_attn.report.text import failure_notes
 from efficient_attn.runs.study import Run, Settled
-from efficient_attn.stats.estimates import call_time, middle, on_device, time_ratio
-
-
-def cost_cells(
-    timed: Record | None, reference: Record | None, peak_bytes: int | None
-) -> tuple[str, str, str]:
-    """Cells of time in ms, speed-up over the reference and peak memory in MiB, `–` if not measured."""
-    time = speed = peak = NOT_MEASURED
-    if timed is not None:
-        time = show_spread(*call_time(timed)[:3], unit=1e-3)
-    if timed is not None and reference is not None:
-        speed = "1×" if timed is reference else show_ratio(time_ratio(timed, reference))
-    if peak_bytes is not None:
-        peak = three_digits(peak_bytes / 2**20)
-    return time, speed, peak
+from efficient_attn.stats.estimates import call_time, middle, on_device
 
 
 def flat_row(record: Record) -> dict[str, Any]:

@@ -38,11 +38,7 @@ def header(study: Study) -> dict[str, Any]:
 
 
 def stored_header(environment: Mapping[str, Any], *, source: str) -> Header | None:
-    """The header of a stored run, or None of records without one.
-
-    Raises:
-        DataError: If it is damaged; `source` names its file.
-    """
+    """The header of a stored run, or None of records without one. `source` names its file in errors."""
     if STUDY not in environment:
         return None
     try:
@@ -62,10 +58,6 @@ def requested(kind: type[Study], typed: Mapping[str, Any], stored: Mapping[str, 
     Args:
         typed: Options that the user named.
         stored: Environment of the run; empty for a new one.
-
-    Raises:
-        DataError: If the run is of another study, or an option that is not free had another value.
-        OptionError: If the run had an object, which cannot be stored.
     """
     options = dict(typed)
     stored_header(stored, source=str(folder))

@@ -262,11 +262,6 @@ def report(*folders: str | Path, out: str | Path | None = None, interactive: boo
         folders: Folders of runs; several are drawn as one run.
         out: A folder for the files; `runs/…` if there are several runs.
         interactive: Also write `interactive.html`, drawn by plotly.
-
-    Raises:
-        MissingPackageError: If plotly is not installed, which `interactive` needs.
-        DataError: If there is nothing to read, or a file cannot be read or written, or the records are no
-            single run.
     """
     if interactive:
         with naming_missing("report --interactive"):

@@ -66,9 +66,6 @@ def run_study(
     Args:
         start_s: Time by `time.monotonic` from which the budget counts; None: the first point's.
         started: Receives the number of points and the seconds of the budget.
-
-    Raises:
-        IncompleteError: If the budget is too short for a comparison.
     """
     if executor is not None and not hasattr(executor, "submit"):
         raise OptionError(

@@ -1,7 +1,6 @@
 """Options that several studies share, each declared once: functions that make a field with a default."""
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import OptionError
@@ -13,12 +12,10 @@ from efficient_attn.options import option
 # Shown wherever a file may be named: its code runs.
 RUNS_CODE = "The file is executed."
 MODEL_HELP = f"Folder of a transformers model, or FILE.py:function that returns (model, inputs). {RUNS_CODE}"
-INPUTS_HELP = "encoder (512 tokens), decoder (4096, causal), gaussian, or FILE.safetensors."
 
 Backends = Sequence[Any] | None
 Settings = Mapping[str, Mapping[str, Sequence[Any]]] | None
 Sizes = str | int | Sequence[int]
-InputNames = str | Path | Sequence[str | Path]
 
 
 def parse_numbers(

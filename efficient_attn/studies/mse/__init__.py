@@ -71,9 +71,9 @@ class Mse(Study):
     figure: str | None = option(
         None, f"Reproduce a figure of the paper; no other options: {', '.join(FIGURES)}.", metavar="NAME"
     )
-    inputs: shared.InputNames = option(
+    inputs: str | Path | Sequence[str | Path] = option(
         ("gaussian", "encoder", "decoder"),
-        shared.INPUTS_HELP,
+        "encoder (512 tokens), decoder (4096, causal), gaussian, or FILE.safetensors.",
         metavar="NAME[,NAME…]",
         parse=lambda text, name: parse_names([text], name=name),
         free=True,

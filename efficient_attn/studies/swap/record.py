@@ -22,10 +22,7 @@ class SwapRecord(Record):
         "nats", "Standard error of loss_difference, by blocks of 64 tokens."
     )
     copy_recall: float | None = error(
-        "share",
-        "Accuracy of the next token in copies of earlier passages.",
-        rounding=0,
-        better="more",
+        "share", "Accuracy of the next token in copies of earlier passages.", rounding=0, better="more"
     )
     copy_recall_exact: float | None = error(
         "share", "copy_recall of exact attention.", rounding=0, better="more"

@@ -13,11 +13,12 @@ from efficient_attn.report.text import (
     heading,
     mark_notes,
     show_error,
+    show_ratio,
+    show_spread,
     three_digits,
 )
-from efficient_attn.runs.default_view import cost_cells
 from efficient_attn.runs.study import Run, Settled
-from efficient_attn.stats.estimates import grouped, time_ratio
+from efficient_attn.stats.estimates import call_time, grouped, time_ratio
 from efficient_attn.studies.swap.names import (
     HIDDEN,
     KL,
@@ -138,7 +139,7 @@ def _whole(swap: SwappedModel) -> Table:
     rows = []
     for row in swap.rows:
         reference = None if row.label == YARDSTICK else swap.reference
-        costs = cost_cells(row.timed, reference, row.peak_bytes)
+        costs = _cost_cells(row, reference)
         lowered = row.dtype != swap.case.dtype and row.dtype not in row.label
         label = f"{row.label} in {row.dtype}" if lowered else row.label
         rows.append((label, *(_cell(row, quantity) for quantity in measured), *costs))
@@ -160,6 +161,18 @@ def _whole(swap: SwappedModel) -> Table:
         costs=(time, memory),
         speeds=(speed,),
     )
+
+
+def _cost_cells(row: SwapRow, reference: SwapRecord | None) -> tuple[str, str, str]:
+    """Cells of time in ms, speed-up over the reference and peak memory in MiB, `–` if not measured."""
+    time = speed = peak = NOT_MEASURED
+    if row.timed is not None:
+        time = show_spread(*call_time(row.timed)[:3], unit=1e-3)
+    if row.timed is not None and reference is not None:
+        speed = "1×" if row.timed is reference else show_ratio(time_ratio(row.timed, reference))
+    if row.peak_bytes is not None:
+        peak = three_digits(row.peak_bytes / 2**20)
+    return time, speed, peak
 
 
 def _cell(row: SwapRow, quantity: str) -> str:
