@@ -90,16 +90,12 @@ def _resolved(name: str) -> "Any":
         return importlib.import_module(f"{__name__}.runs.run").python_function(study)
     if name in _HOME:
         return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    return _version()
-
-
-def _version() -> str:
-    """Version of the installed package, or "unknown" in a bare checkout."""
     from importlib import metadata
 
     try:
         return metadata.version("efficient-attn")
     except metadata.PackageNotFoundError:
+        # A bare checkout.
         return "unknown"
 
 

@@ -1,12 +1,11 @@
 """A study: its options as fields, the points that it measures, and the views of its records."""
 
 import sys
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cached_property
 from importlib import import_module
-from itertools import zip_longest
 from math import inf
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_type_hints
 
@@ -67,13 +66,6 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     free_cores: str | None = None
     model: Mapping[str, Any] = {}
-
-    def missing(self, measured: Iterable[str]) -> str:
-        """Sentence on candidates without a measurement, or nothing."""
-        done = {*measured}
-        left = [label for label in self.candidates if label not in done]
-        counts = f"{len(left)} of {len(self.candidates)} candidates"
-        return f" {counts} were not measured: {', '.join(left)}." if left else ""
 
 
 S = TypeVar("S", bound=Settled, covariant=True)
@@ -189,9 +181,3 @@ class Study:
 def default_of(item: Field[Any]) -> Any:
     """Default of a field, or None of a required one."""
     return None if item.default is MISSING else item.default
-
-
-def interleaved(lines: Iterable[Iterable[Point]]) -> list[Point]:
-    """First points of all lines, then second ones, each case once."""
-    rows = zip_longest(*lines)
-    return list({point.case.key: point for row in rows for point in row if point is not None}.values())

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property, partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from efficient_attn.measure.variants import Variant, select, sized
 from efficient_attn.options import SEED, option
 from efficient_attn.problem import positive_count
 from efficient_attn.runs import shared_options as shared
-from efficient_attn.runs.study import Point, Points, Settled, Study, interleaved
+from efficient_attn.runs.study import Point, Points, Settled, Study
 from efficient_attn.runs.workload import Workload, settle
 
 # Options without an effect on an error.
@@ -169,7 +170,10 @@ class Mse(Study):
         for subject in chosen:
             baseline = [point(MEAN, subject)] if self.of == "output" else []
             lines = [[point(at, subject) for at in at_sizes(x, subject, sizes)] for x in variants]
-            lists.append([*baseline, *interleaved(lines)])
+            # First points of all lines, then second ones, each case once.
+            rows = zip_longest(*lines)
+            points = {x.case.key: x for row in rows for x in row if x is not None}
+            lists.append([*baseline, *points.values()])
         return lists
 
     def _error_point(self, variant: Variant, subject: Any, *, draws: int, threads: int | None) -> Point:

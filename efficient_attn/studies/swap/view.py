@@ -205,7 +205,10 @@ def _alone(swap: SwappedModel) -> list[Table]:
 
 def _nearest(swap: SwappedModel, settled: Settled) -> str:
     """The backend that changes the model least, with its speed, and candidates that were not measured."""
-    left = settled.missing({row.label for row in swap.rows if row.whole is not None or row.failed})
+    measured = {row.label for row in swap.rows if row.whole is not None or row.failed}
+    missing = [label for label in settled.candidates if label not in measured]
+    counts = f"{len(missing)} of {len(settled.candidates)} candidates"
+    left = f" {counts} were not measured: {', '.join(missing)}." if missing else ""
     rounding = _ROUNDING if swap.quantity in (HIDDEN, OUTPUT) else _ROUNDING**2
     rows = [row for row in swap.rows if row.backend not in (OWN, YARDSTICK, UNIFORM_ATTENTION)]
     values = [(value, row) for row in rows if (value := getattr(row.whole, swap.quantity, None)) is not None]
