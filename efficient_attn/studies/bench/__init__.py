@@ -112,17 +112,13 @@ class Bench(Study):
     )
     error: bool = option(True, "Measure output errors of attention.")
     max_error: float = option(DEFAULT_MAX_ERROR, "Output error of the verdict; 0.1 is 10 %.", free=True)
-    column: str = option(
-        COLUMNS[0], "Fifth column of the table.", metavar="|".join(COLUMNS), free=True
-    )
+    column: str = option(COLUMNS[0], "Fifth column of the table.", metavar="|".join(COLUMNS), free=True)
     causal: bool = shared.causal()
     backward: bool = option(False, "Forward and backward pass together.")
     batch: int = 1
     num_heads: int | None = option(None, "Number of heads; 8 if omitted.", least=1, rare=True)
     head_dim: int | None = shared.head_dim(None, "64")
-    dtype: str = option(
-        "auto", "auto (float32 on the CPU, half precision on CUDA) or a dtype.", rare=True
-    )
+    dtype: str = option("auto", "auto (float32 on the CPU, half precision on CUDA) or a dtype.", rare=True)
     device: str = shared.device("auto")
     threads: int | None = shared.threads()
     timeout_s: float = option(
