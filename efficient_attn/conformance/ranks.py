@@ -104,9 +104,6 @@ def on_threads(
 ) -> list[Result]:
     """Run `call(layout)` on every rank, a thread each. The first error of a rank ends the others.
 
-    Args:
-        kind: Kind of the layout.
-
     Raises:
         BrokenBarrierError: If the ranks call different numbers of collectives.
     """

@@ -40,11 +40,7 @@ _CYCLES_PER_S = 4e9
 
 
 def clock(device: str, threads: int = 1) -> Clock:
-    """A function that makes one call and returns its duration in seconds, including the device's work.
-
-    Args:
-        threads: Number of torch threads on the CPU. With one, durations are processor time of the process.
-    """
+    """A function that makes one call and returns its duration in seconds, including the device's work."""
     if device.startswith("cuda"):
         return partial(_time_on_cuda, device=device)
     # The processor time of Windows is too coarse.
@@ -100,11 +96,7 @@ def _time_on_cuda(call: Call, *, device: str) -> float:
 
 
 class QueuedCalls:
-    """A call on a CUDA device with the time that the host takes to enqueue it.
-
-    Args:
-        before: Untimed preparation of each call.
-    """
+    """A call on a CUDA device, after untimed preparation, and the time that the host takes to enqueue it."""
 
     def __init__(self, call: Call, device: str, before: Call) -> None:
         import torch

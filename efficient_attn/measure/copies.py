@@ -43,11 +43,7 @@ def copies_begin(tokens: int) -> int:
 
 
 def with_copies(ids: Tensor, *, seed: int) -> Tensor:
-    """Replace the end of a sequence [1 tokens] by copies, if it has room for them.
-
-    Args:
-        seed: Seed of the places and the order of the passages.
-    """
+    """Replace the end of a sequence [1 tokens] by copies in random order, if it has room for them."""
     begin = copies_begin(ids.shape[1])
     if begin == ids.shape[1]:
         return ids
@@ -62,10 +58,6 @@ def copy_recall(logits: Logits, exact: Logits, ids: Tensor) -> dict[str, float]:
     """Share of copied tokens predicted right, with replaced and with exact attention.
 
     With the standard error of their difference, from the passages.
-
-    Args:
-        logits, exact: Logits of a slice of positions, [positions vocabulary].
-        ids: Tokens of the sequence with copies, [tokens].
     """
     begin, end = copies_begin(len(ids)), len(ids)
     blocks = [slice(start, start + LENGTH - 1) for start in range(begin, end, LENGTH)]
@@ -134,11 +126,7 @@ def _prompt(tokenizer: Any, text: str, tokens: int, draws: random.Random) -> Pro
 
 
 def right_answers(logits: Logits, prompt: Prompt) -> list[bool]:
-    """Whether every token of an answer is the most likely token after all tokens before it.
-
-    Args:
-        logits: Logits of a slice of positions, [positions vocabulary].
-    """
+    """Whether every token of an answer is the most likely token after all tokens before it."""
     ids = prompt.ids[0]
     return [
         bool((logits(slice(x.start - 1, x.stop - 1)).argmax(dim=-1).cpu() == ids[x.start : x.stop]).all())

@@ -30,6 +30,7 @@ _ROWS, _MOST_NATS = 64, 700.0
 # Fewest rows of a sample, the share of all rows where that is more, and fewest rows of a head.
 _FEWEST, _SHARE, _LEAST = 64, 0.01, 2
 
+# Logits of a slice of positions, [positions vocabulary].
 Logits: TypeAlias = Callable[[slice], Tensor]
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -248,10 +249,6 @@ def next_token_distances(logits: Logits, exact: Logits, ids: Tensor) -> dict[str
 
     The divergence is the mean of Σ p log(p / p'), p of `exact`, the loss that of log(p / p')(next token).
     Its standard error is over means of blocks of 64 tokens, since losses of near tokens are correlated.
-
-    Args:
-        logits, exact: Logits of a slice of positions, [positions vocabulary].
-        ids: Tokens of the text, [tokens].
     """
     kl = loss = 0.0
     differences: list[Tensor] = []

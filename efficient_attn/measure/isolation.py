@@ -199,8 +199,7 @@ class Measurer:
     Args:
         isolate: `reuse` keeps the child while it is healthy, `none` measures here.
         timeout_s: Time limit of a measurement, including construction.
-        limit_bytes: Memory that the child may allocate beyond its start-up.
-        variables: Environment variables that the child has in addition.
+        limit_bytes, variables: As for `Process`.
 
     Attributes:
         inputs: Files of q, k, v by the `inputs` of a case. All other inputs are Gaussian draws.

@@ -298,11 +298,7 @@ def _name_ticks(axis: Any, spec: Axis, inches: float, *, across: bool) -> None:
 
 
 def to_bytes(figure: Any, kind: str, *, salt: str, dots_per_inch: int = _DOTS_PER_INCH) -> bytes:
-    """Bytes of a figure as png, svg or pdf, equal for equal figures.
-
-    Args:
-        salt: Seed of the names of an SVG's parts.
-    """
+    """Bytes of a figure as png, svg or pdf, equal for equal figures. `salt` seeds an SVG's names."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_pdf import FigureCanvasPdf

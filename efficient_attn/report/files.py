@@ -30,12 +30,7 @@ def save(figure: Any, folder: Path, name: str, svg: bytes | None = None) -> list
 
 
 def write_all(run: Any, folder: Path, *, title: str, interactive: bool = False) -> list[Path]:
-    """Write all files of results to a folder.
-
-    Args:
-        run: Results.
-        interactive: Also write the page drawn by plotly.
-    """
+    """Write all files of results to a folder, and on request the page drawn by plotly."""
     plots, tables = run.plots(), run.tables()
     figures = {name: draw(plot)[0].figure for name, plot in plots.items() if not plot.is_empty}
     texts = {SUMMARY: to_csv(run.summary()), **run.files()}

@@ -85,15 +85,6 @@ FASTER, SLOWER, SAME, OPEN = "faster", "slower", "same", "open"
 _SAME = 1.1
 
 
-class Middle(NamedTuple):
-    """Median of samples, with a confidence interval for the population median."""
-
-    median: float
-    low: float
-    high: float
-    samples: int
-
-
 class Typical(NamedTuple):
     """Median over rounds with a 95 % interval, if there are enough.
 
@@ -122,8 +113,8 @@ class Typical(NamedTuple):
         return SAME if low >= 1 / _SAME and high <= _SAME else OPEN
 
 
-def middle(samples: Sequence[float]) -> Middle:
-    """Median, and the closest order statistics with 95 % confidence.
+def middle(samples: Sequence[float]) -> tuple[float, float, float, int]:
+    """Median, the closest order statistics with 95 % confidence, and the number of samples.
 
     The number of samples below the true median is binomial(samples, ½) for any distribution. Fewer than six
     samples cannot reach 95 %: the interval is then their range.
@@ -135,7 +126,7 @@ def middle(samples: Sequence[float]) -> Middle:
     lower, upper = ordered[(count - 1) // 2], ordered[count // 2]
     # (lower + upper) / 2 could overflow.
     median = lower + (upper - lower) / 2
-    return Middle(float(median), float(low), float(high), count)
+    return float(median), float(low), float(high), count
 
 
 @lru_cache(maxsize=4096)
@@ -151,7 +142,7 @@ def call_time(record: Record) -> Typical:
     """Time of a call: median over rounds of the median of each round."""
     times_s, rounds = record.times_s or (), round_times(record)
     if not len(rounds):
-        return Typical(middle(times_s).median, None, None, len(times_s))
+        return Typical(middle(times_s)[0], None, None, len(times_s))
     return _typical(rounds)._replace(samples=len(times_s))
 
 
