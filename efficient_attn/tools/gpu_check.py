@@ -182,7 +182,7 @@ def check_kernels(
     device: str, variables: Mapping[str, str], *, refused: str | None, say: Say
 ) -> dict[str, Any]:
     """Outcome of each kernel by precision. `refused` is the reason why none may be checked."""
-    from efficient_attn.measure.kernel_check import SUBJECTS
+    from efficient_attn.conformance.kernel_check import SUBJECTS
     from efficient_attn.ops import verdict
 
     kernels: dict[str, Any] = {}
@@ -228,7 +228,7 @@ def judge(
         kernel: Name, or a `CheckedKernel` that can be pickled.
         tiles: Tiles in the order of choice; none: all of the kernel.
     """
-    from efficient_attn.measure.kernel_check import check_kernel
+    from efficient_attn.conformance.kernel_check import check_kernel
     from efficient_attn.ops import verdict
 
     reasons: list[str] = []

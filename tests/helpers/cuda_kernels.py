@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from efficient_attn.measure import kernel_check
-from efficient_attn.measure.kernel_check import KernelCase
+from efficient_attn.conformance import kernel_check
+from efficient_attn.conformance.kernel_check import KernelCase
 from efficient_attn.ops import cuda
 from efficient_attn.ops.cuda.tiles import SMALL, tiles
 from efficient_attn.ops.linear.causal import causal_row_gradients, causal_rows

@@ -9,8 +9,8 @@ import fault_steps as steps
 import torch
 from base_cores import Positive, Softmax, with_gradient
 
-from efficient_attn.measure import kernel_check
-from efficient_attn.measure.kernel_check import CheckedKernel, KernelCase
+from efficient_attn.conformance import kernel_check
+from efficient_attn.conformance.kernel_check import CheckedKernel, KernelCase
 from efficient_attn.ops.paths import note_kernel
 
 CHUNK = 16
@@ -43,7 +43,7 @@ class Kernel:
         mixins = (FAULTS[fault], Rows) if fault else (Rows,)
         self.rows = type("Faulty", mixins, {})(backend)
 
-    def __call__(self, q, k, v, key_mask):
+    def __call__(self, q, k, v, key_mask=None):
         note_kernel("stand-in")
         return self.rows(q, k, v, key_mask)
 
@@ -90,7 +90,7 @@ FAULTS = {
 class Late(Kernel):
     """A kernel that does to its process whatever an illegal access does."""
 
-    def __call__(self, q, k, v, key_mask):
+    def __call__(self, q, k, v, key_mask=None):
         tile = kernel_check.verdict.tile("stand-in", None, None)
         if tile == "dies":
             os.kill(os.getpid(), signal.SIGSEGV)

@@ -11,7 +11,7 @@ from reference import random_mask, random_qkv
 from torch.nn.attention import flex_attention
 
 import efficient_attn as ea
-from efficient_attn.measure import kernel_check
+from efficient_attn.conformance import kernel_check
 from efficient_attn.ops import blocks, paths
 from efficient_attn.ops.softmax import flex
 

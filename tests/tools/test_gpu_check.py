@@ -13,8 +13,8 @@ from synthetic_records import case as made_case
 from synthetic_records import folder as made_folder
 
 import efficient_attn as ea
+from efficient_attn.conformance import kernel_check
 from efficient_attn.errors import DataError, UnsupportedError
-from efficient_attn.measure import kernel_check
 from efficient_attn.measure.isolation import CrashError, LateError
 from efficient_attn.measure.record import Record
 from efficient_attn.ops import paths, verdict

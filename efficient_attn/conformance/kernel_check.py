@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from efficient_attn.backends import build
+from efficient_attn.conformance.cases import Inputs
+from efficient_attn.conformance.subject import decode, run
 from efficient_attn.contained import described
 from efficient_attn.ops import naive, verdict
 from efficient_attn.ops.paths import observed_kernels
@@ -156,21 +158,13 @@ def check_kernel(
     }
 
 
-class _KernelInputs(NamedTuple):
-    """q, k, v and the gradient of the output [batch heads tokens head_dim], and the key mask."""
-
-    tensors: tuple[Tensor, Tensor, Tensor]
-    gradient: Tensor
-    mask: Tensor | None
-
-    def results(self, call: Callable[..., Tensor], *, trained: bool = True) -> list[Tensor]:
-        """Output, and if trained gradients with respect to q, k and v."""
-        if not trained:
-            with torch.no_grad():
-                return [call(*self.tensors)]
-        leaves = [x.clone().requires_grad_() for x in self.tensors]
-        out = call(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, self.gradient.to(out))]
+def _results(call: Callable[[Inputs], Tensor], inputs: Inputs, gradient: Tensor | None) -> list[Tensor]:
+    """Output, and gradients with respect to q, k and v for an upstream gradient."""
+    with torch.set_grad_enabled(gradient is not None):
+        leaves = inputs.leaves()
+        out = call(leaves)
+    computed = [] if gradient is None else torch.autograd.grad(out, leaves[:3], gradient.to(out))
+    return [out.detach(), *computed]
 
 
 def _findings(
@@ -187,22 +181,23 @@ def _findings(
     module = backend.to(device, dtype).eval()
     if subject.module is not None:
         module = subject.module(module)
-    inputs = _draw(case, dtype, device)
+    inputs, gradient = _draw(case, dtype, device)
+    upstream = gradient if subject.trained else None
     try:
         results = []
         for _ in range(2 if case.tokens < _OFTEN_FROM else _OFTEN):
             poison(device)
-            results.append(
-                inputs.results(lambda *x: module(*x, key_mask=inputs.mask), trained=subject.trained)
-            )
+            results.append(_results(partial(run, module), inputs, upstream))
         poison(device)
-        streamed = [_streamed(module, inputs)] if subject.streams else []
+        parts = [tokens for tokens in (case.tokens // 3, case.tokens - case.tokens // 3) if tokens]
+        with torch.no_grad():
+            streamed = [decode(module, inputs, parts)[0]] if subject.streams else []
     except Exception as failure:  # A failing launch is a result of the check.
         yield "forward", float("inf"), described(failure)
         return
     if subject.note not in names:
         return
-    exact, plain = _references(backend, inputs, precision, subject.bits[precision])
+    exact, plain = _references(backend, inputs, gradient, precision, subject.bits[precision])
     labels = ("output", "gradient of q", "gradient of k", "gradient of v")
     for number, name in enumerate(labels[: len(results[0])]):
         verb = "backward" if number else "forward"
@@ -219,8 +214,8 @@ def _findings(
             yield "extend", *_compared(out, *sides, backward=False)
 
 
-def _draw(case: KernelCase, dtype: torch.dtype, device: str) -> _KernelInputs:
-    """Inputs with rows of q and k of one norm after scaling, and NaN in masked tokens of k and v."""
+def _draw(case: KernelCase, dtype: torch.dtype, device: str) -> tuple[Inputs, Tensor]:
+    """Inputs with rows of q and k of one norm after scaling, NaN in masked keys, and an upstream gradient."""
     generator = torch.Generator().manual_seed(case.tokens)
     batch = _BATCH if case.tokens <= _LONGEST_BATCH else 1
     heads = (_HEADS, *[_KV_HEADS if case.grouped else _HEADS] * 2, _HEADS)
@@ -235,10 +230,10 @@ def _draw(case: KernelCase, dtype: torch.dtype, device: str) -> _KernelInputs:
         mask[0, : min(70, case.tokens // 3)] = False
         mask[:, 63::64] = False
         mask[:, -1] = True
-        k, v = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (k, v))
         mask = mask.to(device)
     q, k, v, gradient = (x.to(device, dtype) for x in (q, k, v, gradient))
-    return _KernelInputs((q, k, v), gradient, mask)
+    inputs = Inputs(q, k, v, mask)
+    return inputs.padded(torch.nan) if case.masked else inputs, gradient
 
 
 def poison(device: str) -> None:
@@ -251,35 +246,20 @@ def poison(device: str) -> None:
         block.fill_(torch.nan)
 
 
-def _streamed(module: Any, inputs: _KernelInputs) -> Tensor:
-    tokens = inputs.tensors[0].shape[2]
-    parts, state = [], None
-    with torch.no_grad():
-        for rows in filter(None, (range(tokens // 3), range(tokens // 3, tokens))):
-            part = slice(rows.start, rows.stop)
-            mask = None if inputs.mask is None else inputs.mask[:, part]
-            out, state = module.extend(*(x[..., part, :] for x in inputs.tensors), state, key_mask=mask)
-            parts.append(out)
-    return torch.cat(parts, dim=-2)
-
-
 def _references(
-    backend: Any, inputs: _KernelInputs, precision: str, bits: int | None
+    backend: Any, inputs: Inputs, gradient: Tensor, precision: str, bits: int | None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Output and gradients in float64, and by the yardstick of errors."""
-    dtype = inputs.tensors[0].dtype
-    q, k, v = (x.double() for x in inputs.tensors)
-    wide = inputs._replace(tensors=(q, k, v))
+    dtype = inputs.q.dtype
 
     def formula(bits: int | None) -> list[Tensor]:
-        return wide.results(lambda *x: _formula(backend, x, inputs.mask, bits, precision, dtype))
+        call = partial(_formula, backend, bits=bits, precision=precision, dtype=dtype)
+        return _results(call, inputs.double(), gradient)
 
     exact = formula(None)
     if bits is not None:
         return exact, [x.to(dtype).double() for x in formula(bits)]
-    q, k, v = (x.cpu() for x in inputs.tensors)
-    reference, mask = backend.cpu().float(), None if inputs.mask is None else inputs.mask.cpu()
-    plain = inputs._replace(tensors=(q, k, v)).results(lambda *x: reference(*x, key_mask=mask))
+    plain = _results(partial(run, backend.cpu().float()), inputs.each(Tensor.cpu), gradient)
     return exact, [x.to(exact[0]) for x in plain]
 
 
@@ -309,18 +289,11 @@ def _errors(actual: Tensor, exact: Tensor, scale: Tensor) -> tuple[float, float]
     return float(rows.norm() / unit), float(rows.max() * rows.numel() ** 0.5 / unit)
 
 
-def _formula(
-    backend: Any,
-    tensors: tuple[Tensor, ...],
-    mask: Tensor | None,
-    bits: int | None,
-    precision: str,
-    dtype: torch.dtype,
-) -> Tensor:
+def _formula(backend: Any, inputs: Inputs, *, bits: int | None, precision: str, dtype: torch.dtype) -> Tensor:
     """The attention in float64, with operands of products rounded to `bits`."""
     # Queries, keys and directions in half precision are numbers of that precision already.
     outer = bits if precision == "tf32" else None
-    q, k, v = tensors
+    q, k, v, mask = inputs
     k, v = (naive.for_query_heads(naive.masked_to_zero(x, mask), q) for x in (k, v))
     window, causal = getattr(backend.options, "window", None), backend.problem.causal
     count, block = (getattr(backend.options, name, 0) for name in ("global_tokens", "block"))
@@ -328,7 +301,7 @@ def _formula(
     factor = backend.problem.factor
     if block:
         # The backend's own choice: rounding of TF32 decides near ties of blocks.
-        visible = backend.keys_read(*(x.to(dtype) for x in tensors[:2]), key_mask=mask)
+        visible = backend.keys_read(inputs.q.to(dtype), inputs.k.to(dtype), key_mask=mask)
     mean = partial(_mean, bits=bits, dtype=dtype)
     if window is not None or block:
         scores = (factor * _product(q, k.mT, outer)).masked_fill(~visible, -torch.inf)
