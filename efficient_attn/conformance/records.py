@@ -40,8 +40,6 @@ class CheckRecord:
     """Result of one check of one backend.
 
     Attributes:
-        check: Name of the check.
-        promise: The promise as a sentence.
         outcome: kept, broken, not promised, passes, undeclared or skipped, undeclared.
         detail: Smallest input that shows the outcome, reason why nothing was checked, or information.
         error: Error of the comparison with the largest share of its bound, or of the first broken case.
@@ -49,7 +47,6 @@ class CheckRecord:
         case: Settings of the smallest input found that breaks the promise, for `replay`; None if it holds.
         expected: Reason why the author of the backend expects the promise to be broken.
         failed: Whether this outcome fails the backend.
-        time_s: Duration of the check.
     """
 
     backend: str

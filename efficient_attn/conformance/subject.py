@@ -35,10 +35,8 @@ class Subject:
 
     Attributes:
         bare: Whether the backend is a callable, whose undeclared capabilities are unknown.
-        position_dependent: Whether a callable depends on the order of keys.
         grouped: Whether grouped queries are promised or repeated for the callable.
         options: Options of an already built backend; {} takes the defaults.
-        long: Whether the long form of the suite runs.
     """
 
     spec: BackendSpec

@@ -48,7 +48,6 @@ class Check:
     """A promise and its check, which decorates a generator of findings, one per comparison.
 
     Attributes:
-        promise: The promise as a sentence.
         cases: Inputs, the smallest first.
         drawn: Further inputs, drawn from a seed.
         long: Further inputs of the long form of the suite, drawn from a seed.

@@ -51,7 +51,6 @@ class Prepared(NamedTuple):
         checked: The call with checks of its results, which raises on an invalid output or gradient.
         values: New values of the inputs before each timed call.
         inputs: q, k, v [batch heads tokens head_dim], or x [batch tokens model_dim].
-        streams: Whether the module supports incremental decoding.
         calibrated_on: Calibration inputs of backends that need calibration; None: no backend does.
     """
 

@@ -77,9 +77,6 @@ def read_shares(backend: Backend, q: Queries, k: Keys, rows: Tensor | None = Non
 
     Args:
         rows: Positions of the queries, [rows]; None: all.
-
-    Raises:
-        UnsupportedError: If the backend reads no keys one by one.
     """
     tokens, ahead = k.shape[2], k.shape[2] - q.shape[2]
     rows = torch.arange(q.shape[2], device=q.device) if rows is None else rows
@@ -140,7 +137,6 @@ def sample_rows(
 
     Args:
         inputs: q, k, v and the key mask of the call.
-        out: Its output, [batch heads q_tokens value_dim].
         rows: Number of rows in all; None: 64 or 1 % of all, whichever is more.
     """
     (q, k, v, key_mask), problem = inputs, backend.problem

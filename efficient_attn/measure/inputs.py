@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -197,7 +197,6 @@ class NamedInputs:
 
     Attributes:
         name: Name in records, such as `gaussian(norm=0.5)`.
-        scale: Factor on q·k.
         seed: Random seed of Gaussian inputs, and of the first draw of random features.
         rows: Positions of the queries whose outputs are compared with exact ones, [rows]; None: all.
     """
@@ -232,18 +231,6 @@ class NamedInputs:
             "head_dim": self.activations.q.shape[-1],
             "causal": self.causal,
         }
-
-    def converted(self, *, dtype: str, device: str, tokens: int | None = None) -> Self:
-        """Copies of the first tokens in a dtype on a device. Inputs are never extended."""
-        if tokens is not None and tokens > self.tokens:
-            raise OptionError(
-                f"{tokens} tokens are more than the {self.tokens} of {self.name}, which cannot be extended."
-            )
-        tensors = (
-            tensor[..., :tokens, :].to(dtype=getattr(torch, dtype), device=device, copy=True)
-            for tensor in self.activations
-        )
-        return replace(self, activations=Activations(*tensors))
 
 
 def subjects(
@@ -328,11 +315,9 @@ def write_given(path: str | Path, subject: NamedInputs) -> None:
     save_file(tensors, path, metadata={"scale": repr(subject.scale)})
 
 
-# Cached: all backends at a length share the same inputs.
-@functools.lru_cache(maxsize=1)
 def read_given(path: str, dtype: str, device: str, tokens: int) -> NamedInputs:
     """The first tokens of the q, k, v that `write_given` wrote."""
     captured = read_activations(path)
     ((layer, activations),) = captured.layers.items()
-    subject = NamedInputs(f"layer {layer}", activations, captured.factor(layer))
-    return subject.converted(dtype=dtype, device=device, tokens=tokens)
+    tensors = (x[..., :tokens, :].to(device, getattr(torch, dtype)) for x in activations)
+    return NamedInputs(f"layer {layer}", Activations(*tensors), captured.factor(layer))

@@ -111,11 +111,6 @@ def _cuda_peak(call: Call, device: str) -> Peak:
 def tensors_in(value: Any) -> Iterator[Any]:
     """All tensors in nested tuples, lists and dictionaries."""
     import torch
+    from torch.utils._pytree import tree_iter
 
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
+    return (leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor))

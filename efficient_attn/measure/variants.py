@@ -52,7 +52,6 @@ class Variant:
         backend: Name in records: a registered name, or `file.py:object`.
         target: Argument of `build`: a name, a path, a module or a callable.
         options: All options, including defaults.
-        causal: Whether it can be causal.
         execution: decoded; None: all tokens.
     """
 
@@ -131,11 +130,6 @@ def select(
 def _name_of(target: Any) -> str:
     name = target if isinstance(target, str) else getattr(target, "name", getattr(target, "__name__", None))
     return name if isinstance(name, str) else type(target).__name__
-
-
-def ceiling() -> Variant:
-    """Identity attention for blocks, not selectable by name."""
-    return Variant(backend=CEILING, label=CEILING, target=CEILING)
 
 
 def has_address(target: Any) -> bool:

@@ -49,7 +49,6 @@ class Series(NamedTuple):
     """A line, markers, or one value across the chart.
 
     Attributes:
-        label: Name in the legend, or nothing.
         x: Empty for a horizontal line at the only `y`; likewise `y` is empty for a vertical line.
         style: Keyword arguments of matplotlib's `plot`.
         low, high: Edges of an interval; None leaves a gap.
@@ -72,7 +71,6 @@ class Axis(NamedTuple):
 
     Attributes:
         scale: `linear`, `log` (decades) or `log2` (powers of two).
-        show: Text of a tick.
         ticks: Places, thinned to fit, or {place: text}, drawn as they are.
         limits: Ends of the axis. The first is larger on an inverted axis.
     """
@@ -92,7 +90,6 @@ class Chart(NamedTuple):
     """One pair of axes.
 
     Attributes:
-        notes: Lines below the title.
         height: Inches, at full width; None follows the width.
         draw: Function that draws parts other than series on the matplotlib axes.
     """

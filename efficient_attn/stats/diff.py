@@ -63,8 +63,7 @@ class RunComparison:
 
     Attributes:
         changes: In the order of the old run.
-        missing: Names of cases that only the old run has.
-        added: Names of cases that only the new run has.
+        missing, added: Names of cases that only the old run has, and only the new run.
     """
 
     changes: tuple[Change, ...]

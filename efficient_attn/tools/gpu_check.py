@@ -45,7 +45,6 @@ class GpuCheck(NamedTuple):
 
     Attributes:
         verdict: Machine, environment, outcome of each kernel by precision, and notes.
-        records: Times of calls.
     """
 
     verdict: Mapping[str, Any]
@@ -117,7 +116,6 @@ def gpu_check(
 
     Args:
         out: New folder of the records, the page and the verdict; None: `runs/gpu-check-TIME`.
-        measure: Whether calls are timed.
         say: Receives lines of progress.
 
     Raises:

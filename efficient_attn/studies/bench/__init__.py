@@ -19,7 +19,6 @@ from efficient_attn.measure.variants import (
     GAUSSIAN,
     YARDSTICK,
     Variant,
-    ceiling,
     is_yardstick,
     select,
 )
@@ -256,7 +255,7 @@ class Bench(Study):
                 shared_fields = vars(replace(called, threads=workload.threads))
                 served, refused = _served(chosen, workload.causal)
                 if subject != "attention":
-                    served.insert(1, ceiling())
+                    served.insert(1, Variant(backend=CEILING, label=CEILING, target=CEILING))
                 settings.append(_Setting(costs_of(shared=shared_fields, l2=l2), served, refused))
                 continue
             for model in self._models:
