@@ -70,9 +70,9 @@ class Inputs(NamedTuple):
         mask = None if self.key_mask is None else change(self.key_mask)
         return Inputs(change(self.q), change(self.k), change(self.v), mask)
 
-    def leaves(self, asks: bool = True) -> "Inputs":
+    def leaves(self) -> "Inputs":
         """Copies of q, k and v that require gradients, and the same mask."""
-        return self.of(*(x.detach().clone().requires_grad_(asks) for x in self[:3]))
+        return self.of(*(x.detach().clone().requires_grad_() for x in self[:3]))
 
     def part(self, tokens: slice) -> "Inputs":
         """Consecutive tokens, each with its query."""

@@ -78,28 +78,25 @@ BIASED = CheckCase(tokens=30, batch=8, heads=8, kv_heads=8, head_dim=7, value_di
 LONG_SUM = CheckCase(tokens=1, keys=70_000, batch=1, heads=1, kv_heads=1, dtype="float16", norm=0.0)
 
 
-def softmax_bound(inputs: Inputs, expected: Tensor, *, scale: float, causal: bool, dtype: str) -> float:
-    """Error bound of an exact backend: 1e-12 in float64, else twice the error of naive attention."""
-    if dtype == "float64":
-        return 1e-12 * max(1.0, largest(inputs.v))
+def _exactness(subject: Subject, case: CheckCase, scale: float | None = None) -> Finding:
+    """Error against the definition, at most 1e-12 in float64, else twice the error of naive attention."""
+    inputs, causal = subject.inputs(case), case.causal
+    factor = case.head_dim**-0.5 if scale is None else scale
+    expected = exact(inputs.double(), scale=factor, causal=causal)
+    out = run(subject.build(case, scale=scale), inputs)
+    if case.dtype == "float64":
+        return close("Against the definition", out, expected, 1e-12 * max(1.0, largest(inputs.v)))
     # The scale may multiply queries, keys or scores, with different rounding; the loosest is allowed.
-    scaled = inputs._replace(q=inputs.q * scale), inputs._replace(k=inputs.k * scale), inputs
+    scaled = inputs._replace(q=inputs.q * factor), inputs._replace(k=inputs.k * factor), inputs
     plain = [
-        exact(variant, scale=s, causal=causal) for variant, s in zip(scaled, (1.0, 1.0, scale), strict=True)
+        exact(variant, scale=s, causal=causal) for variant, s in zip(scaled, (1.0, 1.0, factor), strict=True)
     ]
     lost = max(distance(variant, expected) for variant in plain)
     # Sums in float32 round at the size of their terms, Σ_j w_ij |v_j|; half precision is summed in float32.
     terms = inputs._replace(v=inputs.v.abs()).double()
-    summed = exact(terms, scale=scale, causal=causal) if dtype == "float32" else expected
-    return 2 * (lost if math.isfinite(lost) else 0.0) + 2 * rounding_step(summed.to(inputs.v.dtype))
-
-
-def _exactness(subject: Subject, case: CheckCase, scale: float | None = None) -> Finding:
-    inputs = subject.inputs(case)
-    factor = case.head_dim**-0.5 if scale is None else scale
-    expected = exact(inputs.double(), scale=factor, causal=case.causal)
-    bound = softmax_bound(inputs, expected, scale=factor, causal=case.causal, dtype=case.dtype)
-    return close("Against the definition", run(subject.build(case, scale=scale), inputs), expected, bound)
+    summed = exact(terms, scale=factor, causal=causal) if case.dtype == "float32" else expected
+    bound = 2 * (lost if math.isfinite(lost) else 0.0) + 2 * rounding_step(summed.to(inputs.v.dtype))
+    return close("Against the definition", out, expected, bound)
 
 
 SHAPES = (

@@ -21,12 +21,10 @@ from efficient_attn.conformance.subject import Subject
 from efficient_attn.contained import contained, described
 
 Draw = Callable[[int], tuple[CheckCase, ...]]
-# The comparisons of a check on one input.
 Body = Callable[[Subject, CheckCase], Iterable[Finding]]
 
 # Time limit of the search, far below that of a check.
 _SEARCH_S = 0.5
-# Sizes that are tried, in this order.
 _SIZES = (1, 2, 3, 4, 5, 7, 9, 16, 33, 65)
 
 

@@ -30,7 +30,6 @@ DRAWS = 6
 # Errors at more tokens are measured on some queries: all of them in float64 would take longer than the calls.
 MOST_COMPARED, SAMPLED_QUERIES = 1024, 256
 
-# The baseline: uniform attention.
 MEAN = Variant(backend=UNIFORM_ATTENTION, label=UNIFORM_ATTENTION, target=UNIFORM_ATTENTION)
 
 

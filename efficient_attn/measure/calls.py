@@ -138,7 +138,6 @@ MEAN = BackendSpec(
     operations=lambda problem, options, tokens, value_dim: (MatMul(tokens * value_dim),),
 )
 
-# Baselines that are measured with the backends.
 BASELINES = {CEILING: _VALUES, UNIFORM_ATTENTION: MEAN}
 
 

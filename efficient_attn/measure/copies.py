@@ -22,7 +22,6 @@ DISTANCE = 1024
 
 _COPIED = PASSAGES * LENGTH
 
-# Shortest sequence that has room for passages and copies.
 FEWEST_TOKENS = 2 * _COPIED + DISTANCE
 
 # Each prompt plants a number for every name and asks for all of them.

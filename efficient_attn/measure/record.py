@@ -34,7 +34,6 @@ else:
 T = TypeVar("T")
 R = TypeVar("R", bound="Record")
 
-# Version of the fields of records.
 SCHEMA = 2
 
 STATUSES = ("ok", "unsupported", "skipped", "oom", "timeout", "crash", "error")

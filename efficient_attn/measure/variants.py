@@ -30,7 +30,6 @@ YARDSTICK, DENSE = "exact", "exact-dense"
 # Label of the baseline: each query gets the mean of the values.
 UNIFORM_ATTENTION = "uniform attention"
 
-# Inputs of a case that are drawn.
 GAUSSIAN = "gaussian"
 
 # Subject of cases of a whole model, and label of its original attention.

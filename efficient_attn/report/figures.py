@@ -31,7 +31,6 @@ _COLOURS = {
     "linear-taylor-2": ("#9a5b8f", ">"),
     CEILING: (MUTED, ""),
 }
-# Backends of users.
 _FURTHER_COLOURS = (("#b8860b", "s"), ("#4b6c9e", "H"), ("#a83279", "D"), ("#556b2f", "p"))
 # Fillings of markers and strokes of lines of a backend and its variants.
 _FILLS = ("full", "none", "left", "bottom")

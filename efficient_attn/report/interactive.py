@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from itertools import zip_longest
 from textwrap import wrap
@@ -64,11 +64,6 @@ def _points(line: Series) -> list[_Point]:
     return [_Point(*point[:4], "measured" if point[4] is None else point[4]) for point in columns]
 
 
-def _around(values: Iterable[float | None]) -> tuple[float, float]:
-    numbers = [value for value in values if value is not None]
-    return min(numbers, default=1.0) / 1.5, max(numbers, default=1.0) * 1.5
-
-
 def _drawing(chart: Chart, name: str) -> dict[str, Any]:
     """Title, HTML and number of names of a chart."""
     from plotly.graph_objects import Figure
@@ -119,19 +114,13 @@ def _state(label: str, method: str, *arguments: Any) -> dict[str, Any]:
     return {"label": label, "method": method, "args": list(arguments)}
 
 
-def _interval(axis: Axis, point: _Point) -> str:
-    """` (11 ms to 13 ms)`, or nothing without an interval."""
-    if point.low is None or point.high is None or point.low == point.high:
-        return ""
-    return f" ({axis.show(point.low)} to {axis.show(point.high)})"
-
-
 def _traces(chart: Chart, rows: dict[str, int]) -> list[dict[str, Any]]:
     """Each line, and its points off the axis of values in a row, which is added to `rows`."""
     complete = [line for line in chart.series if len(line.x) and len(line.y)]
     drawn = [point for line in complete for point in _points(line) if chart.x.holds(point.x)]
     across = sorted({point.x for point in drawn}) or chart.x.limits or (0, 1)
-    upwards = chart.y.limits or _around(point.y for point in drawn if chart.y.holds(point.y))
+    values = [point.y for point in drawn if chart.y.holds(point.y)]
+    upwards = chart.y.limits or (min(values, default=1.0) / 1.5, max(values, default=1.0) * 1.5)
     shared = {x for line in complete if line.label != YARDSTICK for x in line.x}
     baseline = [point for line in complete if line.label == YARDSTICK for point in _points(line)]
     base = {point.x: point.y for point in baseline if chart.y.holds(point.y) and point.x in shared}
@@ -171,7 +160,9 @@ def _hover(chart: Chart, line: Series, point: _Point, base: Mapping[Any, Any]) -
     """Label, place, value with its interval and ratio to exact attention, and status of a point."""
     lines = [line.label, ": ".join(filter(None, (chart.x.label, _shown(chart.x, point.x))))]
     if point.y is not None:
-        value = f"{_shown(chart.y, point.y)}{_interval(chart.y, point)}"
+        value = _shown(chart.y, point.y)
+        if point.low is not None and point.high is not None and point.low != point.high:
+            value += f" ({chart.y.show(point.low)} to {chart.y.show(point.high)})"
         lines.append(": ".join(filter(None, (chart.y.label, value))))
         lines += [f"{three_digits(point.y / base[point.x])}× exact"] if point.x in base else []
     wrapped = [part for text in (*lines, point.status) for part in wrap(plain(text), _HOVER_LETTERS)]

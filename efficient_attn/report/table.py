@@ -16,7 +16,6 @@ WIDEST, _WIDEST_NAME, _GAP = 100, 40, 2
 # Row of a model with its original attention.
 ORIGINAL = "original"
 
-# Cell of a value that was not measured.
 NOT_MEASURED = "–"
 
 # Marks of a cell: predicted or extrapolated in front, undecided and best behind.

@@ -56,7 +56,6 @@ _GAUSSIAN = 1.4826
 # Series from which the correlation is estimated; with fewer it is CORRELATION.
 _FEWEST_SERIES = 20
 
-# Possible correlations.
 _CORRELATIONS = np.linspace(0.0, 0.8, 81)
 
 

@@ -31,7 +31,6 @@ _SOFTWARE = ("torch", *GPU_SOFTWARE, "packages", "python", "system", "variables"
 # Settings that the cases of a run share; two runs with other ones have no common case.
 _SETTINGS = ("threads", "dtype", "device", "batch", "num_heads", "head_dim", "causal", "backward")
 
-# The order of the rows: the worst first.
 _ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, CHANGED)
 
 # Largest number of listed cases that only one run has.

@@ -94,7 +94,10 @@ def show(
     heads = subject.activations.q.shape[1]
     if not 0 <= head < heads:
         raise OptionError(f"head is from 0 to {heads - 1}, not {head}.")
-    span = _span(tokens, subject.tokens)
+    first, _, last = tokens.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last) <= subject.tokens):
+        raise OptionError(f"tokens are a range within 0:{subject.tokens}, such as 0:24, not {tokens!r}.")
+    span = slice(int(first), int(last))
     for variant in chosen:
         try_options(variant, subject)
     maps, notes = [], []
@@ -117,13 +120,6 @@ def _words(inputs: str | Path, tokens: int) -> tuple[str, ...]:
         return shipped(SHIPPED[str(inputs)]).tokens[:tokens]
     strings = read_activations(inputs).tokens
     return strings if len(strings) == tokens else tuple(map(str, range(tokens)))
-
-
-def _span(text: str, tokens: int) -> slice:
-    first, _, last = text.partition(":")
-    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last) <= tokens):
-        raise OptionError(f"tokens are a range within 0:{tokens}, such as 0:24, not {text!r}.")
-    return slice(int(first), int(last))
 
 
 def _map(variant: Variant, subject: Any, head: int, span: slice) -> WeightsMap:
