@@ -10,6 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from efficient_attn.conformance.kernel_check import SUBJECTS, check_kernel
 from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.measure.clock import COLD
 from efficient_attn.measure.environment import available_bytes, environment, usable_cores
@@ -18,6 +21,7 @@ from efficient_attn.measure.record import Reading, Record, write
 from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import YARDSTICK, select
+from efficient_attn.ops import paths, verdict
 from efficient_attn.report.table import Table, markdown_line, to_markdown
 from efficient_attn.runs.engine import Engine
 from efficient_attn.runs.store import RECORDS, Store, open_folder, read_json, run_folder
@@ -89,12 +93,12 @@ def _entries(kernels: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, A
 def show_gpu_check(folder: str | Path) -> GpuCheck:
     """Read the folder of a check, of this machine or another."""
     folder = Path(folder)
-    verdict = read_json(folder / VERDICT)
+    content = read_json(folder / VERDICT)
     try:
         reading = read_records(folder / RECORDS) if (folder / RECORDS).exists() else Reading((), False, {})
-        notes = [*verdict["notes"], *reading.notes(RECORDS)]
+        notes = [*content["notes"], *reading.notes(RECORDS)]
         records = tuple(Store(rows=reading.records).records.values())
-        outcome = GpuCheck({**verdict, "notes": notes}, records)
+        outcome = GpuCheck({**content, "notes": notes}, records)
         outcome.page()
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{folder / VERDICT} is no verdict of gpu-check: {error}.") from None
@@ -121,10 +125,6 @@ def gpu_check(
     Raises:
         UnsupportedError: If there is no GPU for which Triton compiles.
     """
-    import torch
-
-    from efficient_attn.ops import paths, verdict
-
     workload = settle(Workload(device=device, num_heads=_HEADS, head_dim=_HEAD_DIM))
     place = torch.device(workload.device)
     if place.type == "cuda" and place.index is None:
@@ -162,8 +162,6 @@ def gpu_check(
 
 def assembler(machine: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], list[str]]:
     """The machine with the assembler that is checked, variables of the children that name it, and notes."""
-    from efficient_attn.ops import verdict
-
     reason = verdict.refusal(machine["capability"], machine["ptxas"])
     if reason is None:
         return dict(machine), {}, []
@@ -180,9 +178,6 @@ def check_kernels(
     device: str, variables: Mapping[str, str], *, refused: str | None, say: Say
 ) -> dict[str, Any]:
     """Outcome of each kernel by precision. `refused` is the reason why none may be checked."""
-    from efficient_attn.conformance.kernel_check import SUBJECTS
-    from efficient_attn.ops import verdict
-
     kernels: dict[str, Any] = {}
     jobs = []
     for kernel, subject in SUBJECTS.items():
@@ -226,9 +221,6 @@ def judge(
         kernel: Name, or a `CheckedKernel` that can be pickled.
         tiles: Tiles in the order of choice; none: all of the kernel.
     """
-    from efficient_attn.conformance.kernel_check import check_kernel
-    from efficient_attn.ops import verdict
-
     reasons: list[str] = []
     answer: dict[str, Any] = {}
     for tile in tiles or verdict.TILES[str(kernel)]:
@@ -293,8 +285,6 @@ def _measure(
 
 def strike_slower(kernels: Mapping[str, Any], records: Sequence[Record]) -> None:
     """Mark kernels that lost to operators at most lengths. Times in bfloat16 decide for float16."""
-    from efficient_attn.ops.verdict import PASSED, SLOWER
-
     device = [(record.case, on_device(record)) for record in records if record.device_times_s]
     timed = {(c.label, c.dtype, c.causal, c.tokens, c.backward): time for c, time in device}
     for kernel, precision, entry in _entries(kernels):
@@ -305,6 +295,6 @@ def strike_slower(kernels: Mapping[str, Any], records: Sequence[Record]) -> None
             if key[:3] == (_LINEAR, dtype, _TIMED.get(kernel))
             and (operators := timed.get((_OPERATORS, *key[1:]))) is not None
         ]
-        if entry["outcome"] == PASSED and sum(sides) < 0:
-            entry["outcome"] = SLOWER
+        if entry["outcome"] == verdict.PASSED and sum(sides) < 0:
+            entry["outcome"] = verdict.SLOWER
             entry["reasons"].append("PyTorch's operators were measured faster at most lengths")

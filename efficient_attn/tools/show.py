@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from efficient_attn.contained import contained, described
 from efficient_attn.errors import OptionError, ShapeError
+from efficient_attn.measure.accuracy import draw_backend, try_options
+from efficient_attn.measure.error import outputs_checked, relative_error
+from efficient_attn.measure.inputs import SHIPPED, read_activations, shipped, subjects
 from efficient_attn.measure.variants import YARDSTICK, Variant, select
 from efficient_attn.report.drawing import draw
 from efficient_attn.report.figures import Axis, Chart, Plot, in_rows
@@ -84,9 +88,6 @@ def show(
     chosen = select(_BACKENDS if backends is None else backends, options)
     exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
     chosen = (*exact, *(variant for variant in chosen if variant.backend != YARDSTICK))
-    from efficient_attn.measure.accuracy import try_options
-    from efficient_attn.measure.inputs import subjects
-
     if inputs == "gaussian":
         raise OptionError("inputs are encoder, decoder or a safetensors file; Gaussian draws have no words.")
     layer = _LAYER if layer is None and inputs == "encoder" else layer
@@ -114,8 +115,6 @@ def show(
 
 def _words(inputs: str | Path, tokens: int) -> tuple[str, ...]:
     """Token strings of the inputs, or their positions."""
-    from efficient_attn.measure.inputs import SHIPPED, read_activations, shipped
-
     if inputs in SHIPPED:
         return shipped(SHIPPED[str(inputs)]).tokens[:tokens]
     strings = read_activations(inputs).tokens
@@ -123,11 +122,6 @@ def _words(inputs: str | Path, tokens: int) -> tuple[str, ...]:
 
 
 def _map(variant: Variant, subject: Any, head: int, span: slice) -> WeightsMap:
-    import torch
-
-    from efficient_attn.measure.accuracy import draw_backend
-    from efficient_attn.measure.error import outputs_checked, relative_error
-
     q, k, v = subject.activations
     with torch.no_grad():
         backend = draw_backend(variant, subject, subject.seed)
