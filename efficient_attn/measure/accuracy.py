@@ -1,7 +1,6 @@
 """Error of a backend against exact attention: one record per backend, size and input."""
 
 import copy
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure.calls import BASELINES, answer, attention_flops
 from efficient_attn.measure.error import outputs_checked, random_positions, read_shares, relative_error
-from efficient_attn.measure.inputs import NamedInputs, read_given
+from efficient_attn.measure.inputs import Activations, NamedInputs, read_activations
 from efficient_attn.measure.record import SAME_INPUTS, Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant, possible, with_size
 from efficient_attn.options import SEED
@@ -85,9 +84,13 @@ def error_of_case(case: Case, target: Any, path: str) -> Record:
 # Cached: all backends at a length are compared with the same exact output.
 @functools.lru_cache(maxsize=2)
 def _given_subject(path: str, dtype: str, device: str, tokens: int, causal: bool, seed: int) -> NamedInputs:
+    captured = read_activations(path)
+    ((layer, activations),) = captured.layers.items()
+    tensors = (x[..., :tokens, :].to(device, getattr(torch, dtype)) for x in activations)
     rows = sampled_queries(tokens, seed).to(device) if tokens > MOST_COMPARED else None
-    subject = read_given(path, dtype, device, tokens)
-    return dataclasses.replace(subject, seed=seed, causal=causal, rows=rows)
+    return NamedInputs(
+        f"layer {layer}", Activations(*tensors), captured.factor(layer), seed=seed, causal=causal, rows=rows
+    )
 
 
 def sampled_queries(tokens: int, seed: int) -> Tensor:

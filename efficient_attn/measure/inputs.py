@@ -313,11 +313,3 @@ def write_given(path: str | Path, subject: NamedInputs) -> None:
     named = zip(Activations._fields, subject.activations, strict=True)
     tensors = {name: tensor[:1].cpu().contiguous() for name, tensor in named}
     save_file(tensors, path, metadata={"scale": repr(subject.scale)})
-
-
-def read_given(path: str, dtype: str, device: str, tokens: int) -> NamedInputs:
-    """The first tokens of the q, k, v that `write_given` wrote."""
-    captured = read_activations(path)
-    ((layer, activations),) = captured.layers.items()
-    tensors = (x[..., :tokens, :].to(device, getattr(torch, dtype)) for x in activations)
-    return NamedInputs(f"layer {layer}", Activations(*tensors), captured.factor(layer))
