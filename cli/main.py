@@ -1,7 +1,4 @@
-"""The command line: its commands, signals that end them, and the exit codes of errors.
-
-The first signal keeps the measured records, the second ends at once.
-"""
+"""The command line: its commands, signals that end them, and the exit codes of errors."""
 
 import inspect
 import os

@@ -59,7 +59,6 @@ class CheckedKernel:
         causal: Whether calls are causal; None: only with grouped heads.
         wide_lengths: Lengths with heads of 128, which another tile serves.
         options: Options of the backend, by default the number of features of the check.
-        module: Function that wraps the backend.
     """
 
     backend: str

@@ -13,11 +13,7 @@ POSITION_DEPENDENT = "Position-dependent (permuting keys changes the output): or
 
 
 class Finding(NamedTuple):
-    """One comparison. The promise holds if error ≤ bound, and an error of NaN breaks it.
-
-    Attributes:
-        where: Description of the compared quantities.
-    """
+    """One comparison. The promise holds if error ≤ bound, and an error of NaN breaks it."""
 
     where: str
     error: float
@@ -46,7 +42,6 @@ class CheckRecord:
         bound: Largest error of this comparison that keeps the promise.
         case: Settings of the smallest input found that breaks the promise, for `replay`; None if it holds.
         expected: Reason why the author of the backend expects the promise to be broken.
-        failed: Whether this outcome fails the backend.
     """
 
     backend: str

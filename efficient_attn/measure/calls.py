@@ -49,7 +49,6 @@ class Prepared(NamedTuple):
 
     Attributes:
         checked: The call with checks of its results, which raises on an invalid output or gradient.
-        values: New values of the inputs before each timed call.
         inputs: q, k, v [batch heads tokens head_dim], or x [batch tokens model_dim].
         calibrated_on: Calibration inputs of backends that need calibration; None: no backend does.
     """

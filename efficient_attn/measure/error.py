@@ -73,11 +73,7 @@ def exact_output(
 
 @torch.no_grad()
 def read_shares(backend: Backend, q: Queries, k: Keys, rows: Tensor | None = None) -> tuple[float, float]:
-    """Share of visible keys that a backend reads, and of their exact softmax weight in float64.
-
-    Args:
-        rows: Positions of the queries, [rows]; None: all.
-    """
+    """Share of visible keys that a backend reads, and of their exact softmax weight in float64."""
     tokens, ahead = k.shape[2], k.shape[2] - q.shape[2]
     rows = torch.arange(q.shape[2], device=q.device) if rows is None else rows
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)

@@ -1,7 +1,4 @@
-"""Sources of q, k and v: Gaussian draws, the shipped activations, or a file of captured activations.
-
-Named inputs have an exact output, and pass to another process in a file.
-"""
+"""Sources of q, k and v: Gaussian draws, the shipped activations, or a file of captured activations."""
 
 import functools
 import re

@@ -1,8 +1,4 @@
-"""Measurement of one case as one record.
-
-The case is self-contained, so that the call can be made in another process. Refusals, out-of-memory errors
-and exceptions are records too.
-"""
+"""Measurement of one case as one record, whatever its call does."""
 
 import math
 from functools import partial

@@ -79,9 +79,6 @@ def crossover(speeds: Mapping[int, Typical | Predicted]) -> Predicted:
     """Length above which a backend is faster, interpolated between measured lengths in logarithms.
 
     It is faster at all longer lengths. Interval ends follow from the intervals. None: beyond all lengths.
-
-    Args:
-        speeds: Measured or predicted speed-ups over exact attention, with intervals, by length.
     """
     lengths = sorted(speeds)
     values, lows, highs = np.log(np.array([speeds[tokens][:3] for tokens in lengths], float)).T
