@@ -260,10 +260,18 @@ def finish(
     Args:
         named: Requested backends; None for the default selection.
     """
+    from efficient_attn.measure.record import line
     from efficient_attn.report.files import REPORT
 
     if as_json:
-        console.put_json(document(results))
+        document = {
+            "environment": results.environment,
+            "records": [json.loads(line(record)) for record in results.records],
+            "sentences": results.sentences(),
+            "notes": list(results.notes),
+            "interrupted": results.interrupted,
+        }
+        console.put_json(document)
     elif not quiet:
         console.print_tables(results.tables())
         for note in results.notes:
@@ -274,19 +282,6 @@ def finish(
     # With JSON, stdout holds the document alone.
     console.put(folder if quiet or as_json or not page.exists() else page, err=as_json)
     raise typer.Exit(exit_code(results, named))
-
-
-def document(results: Any) -> dict[str, Any]:
-    """The results as one JSON document."""
-    from efficient_attn.measure.record import line
-
-    return {
-        "environment": results.environment,
-        "records": [json.loads(line(record)) for record in results.records],
-        "sentences": results.sentences(),
-        "notes": list(results.notes),
-        "interrupted": results.interrupted,
-    }
 
 
 def exit_code(results: Any, named: Sequence[str] | None) -> int:

@@ -99,15 +99,13 @@ TIMEOUT_S = 20.0
 _NUMBERS = count()
 
 
-def on_threads(
-    ranks: int, kind: str, call: Callable[[Layout], Result], *, timeout_s: float = TIMEOUT_S
-) -> list[Result]:
+def on_threads(ranks: int, kind: str, call: Callable[[Layout], Result]) -> list[Result]:
     """Run `call(layout)` on every rank, a thread each. The first error of a rank ends the others.
 
     Raises:
         BrokenBarrierError: If the ranks call different numbers of collectives.
     """
-    barrier, shown = Barrier(ranks, timeout=timeout_s), list[Any]([None] * ranks)
+    barrier, shown = Barrier(ranks, timeout=TIMEOUT_S), list[Any]([None] * ranks)
     errors: list[BaseException] = []
 
     def run_rank(rank: int) -> Result | None:

@@ -173,10 +173,12 @@ def test_an_error_of_one_rank_of_threads_ends_the_others_and_is_the_one_that_is_
         on_threads(RANKS, "contiguous", call)
 
 
-def test_ranks_of_threads_that_wait_for_a_missing_one_end():
+def test_ranks_of_threads_that_wait_for_a_missing_one_end(monkeypatch):
+    monkeypatch.setattr("efficient_attn.conformance.ranks.TIMEOUT_S", 0.1)
+
     def call(layout):
         if layout.rank:
             all_tokens(torch.zeros(1), 0, layout)
 
     with pytest.raises(BrokenBarrierError):
-        on_threads(RANKS, "contiguous", call, timeout_s=0.1)
+        on_threads(RANKS, "contiguous", call)
