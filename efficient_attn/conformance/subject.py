@@ -89,8 +89,8 @@ class Subject:
         sizes = (size,) if size is not None or default else SMALL_SIZES
         for number, candidate in enumerate(sizes):
             chosen = {**self.options, **options}
-            if candidate is not None and self.spec.size_option is not None:
-                chosen[self.spec.size_option] = candidate
+            if candidate is not None and option is not None:
+                chosen[option] = candidate
             longest = max(max_tokens or case.k_tokens + SPARE_TOKENS, candidate or 0)
             try:
                 backend = build(
@@ -102,13 +102,19 @@ class Subject:
                     scale=scale,
                     **chosen,
                 )
+                break
             except OptionError:
                 if number + 1 == len(sizes):
                     raise
-            else:
-                ready = self._ready(backend, case, learned)
-                return calibrate(ready, case, self.seed) if calibrated else ready
-        raise AssertionError("the last size returns or raises")
+        # An already built module belongs to the caller and must not be modified.
+        if self.spec.options_type().__dict__ == {}:
+            # Without a copy the original is checked; `a_saved_state_brings_the_output_back` reports it.
+            with suppress(Exception):
+                backend = copy.deepcopy(backend)
+        if learned is not None:
+            learn(backend, learned)
+        backend = backend.eval().to(getattr(torch, case.dtype))
+        return calibrate(backend, case, self.seed) if calibrated else backend
 
     def rescaled(self, case: CheckCase) -> Backend:
         """Build the backend with another scale than the default, if its formula has a scale."""
@@ -117,16 +123,6 @@ class Subject:
 
     def has_option(self, name: str) -> bool:
         return any(field.name == name for field in fields(self.spec.options_type))
-
-    def _ready(self, backend: Backend, case: CheckCase, learned: int | None) -> Backend:
-        # An already built module belongs to the caller and must not be modified.
-        if self.spec.options_type().__dict__ == {}:
-            # Without a copy the original is checked; `a_saved_state_brings_the_output_back` reports it.
-            with suppress(Exception):
-                backend = copy.deepcopy(backend)
-        if learned is not None:
-            learn(backend, learned)
-        return backend.eval().to(getattr(torch, case.dtype))
 
 
 def subject(thing: Any, capabilities: Capabilities | None, seed: int, long: bool = False) -> Subject:

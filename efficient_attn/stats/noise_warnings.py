@@ -58,11 +58,5 @@ def background_load(environment: Mapping[str, Any] | None) -> float:
     """Largest share of all cores that others took during a run. Entries that make no sense are ignored."""
     listed = (environment or {}).get(DURING)
     runs = [run for run in listed if isinstance(run, Mapping)] if isinstance(listed, list) else []
-    return max((_number(run, "others_share") for run in runs), default=0.0)
-
-
-def _number(run: Mapping[str, Any], name: str) -> float:
-    """Entry of the conditions during a run, 0 if not a finite number."""
-    value = run.get(name)
-    finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
-    return float(value) if finite and value is not None else 0.0
+    shares: list[Any] = [run.get("others_share") for run in runs]
+    return max((float(x) for x in shares if type(x) in (int, float) and abs(x) < math.inf), default=0.0)
