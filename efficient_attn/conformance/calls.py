@@ -199,7 +199,6 @@ REPEATS = 5
     long=lambda seed: both(BATCH, BATCH.but(masked=True)),
 )
 def memory_grows_as_declared(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    _needs_growth(subject)
     growth = subject.promises.memory_growth
     lengths = _lengths(growth, case)
     for where, backward in _passes(subject):
@@ -222,7 +221,6 @@ def memory_grows_as_declared(subject: Subject, case: CheckCase) -> Iterator[Find
     long=lambda seed: both(LONG),
 )
 def time_grows_as_declared(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    _needs_growth(subject)
     declared = subject.promises.time_growth
     shortest, *_, longest = _lengths(declared, case)
     for where, backward in _passes(subject):
@@ -237,12 +235,10 @@ def time_grows_as_declared(subject: Subject, case: CheckCase) -> Iterator[Findin
         )
 
 
-def _needs_growth(subject: Subject) -> None:
+def _passes(subject: Subject) -> list[tuple[str, bool]]:
+    """Passes of a backend that declares its growth, and whether they compute gradients."""
     if subject.bare:
         raise cannot_check("The backend declares no growth.")
-
-
-def _passes(subject: Subject) -> list[tuple[str, bool]]:
     return [("Forward", False), *([("In training", True)] if subject.promises.gradients else [])]
 
 

@@ -17,7 +17,7 @@ from efficient_attn.measure.calls import BASELINES, answer, attention_flops
 from efficient_attn.measure.error import outputs_checked, random_positions, read_shares, relative_error
 from efficient_attn.measure.inputs import Activations, NamedInputs, read_activations
 from efficient_attn.measure.record import SAME_INPUTS, Case, Record, replace
-from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant, possible, with_size
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant, with_size
 from efficient_attn.options import SEED
 
 # Metrics with the fields of a record that hold them, the shown one first.
@@ -137,7 +137,8 @@ def at_sizes(variant: Variant, subject: NamedInputs, sizes: Sequence[int]) -> li
         return [variant]
     variants: list[Variant] = []
     for size in sizes:
-        if possible(size, tokens=subject.tokens, options=variant.options):
+        # Ranks and windows are at most the tokens, random features are not limited.
+        if SEED in variant.options or size <= subject.tokens:
             candidate = with_size(variant, option, size)
             try:
                 try_options(candidate, subject)

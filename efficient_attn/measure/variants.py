@@ -212,11 +212,6 @@ def sized(case: Case) -> Sized:
     return Sized(case.label, None)
 
 
-def possible(size: int, *, tokens: int, options: Mapping[str, Any]) -> bool:
-    """Whether a size is valid: ranks and windows are at most the tokens, random features are not limited."""
-    return SEED in options or size <= tokens
-
-
 def _split(label: str) -> tuple[str, list[str]]:
     """Split `name(a=1, b=2)` into name and items. A label without items has none."""
     parts = re.fullmatch(r"(.*?)\((.*)\)", label)
