@@ -1,9 +1,7 @@
 """Errors against exact softmax attention in float64, distances of models, and checks of outputs.
 
 The baseline is uniform attention, the mean of the values for every query. An approximation with a larger
-error carries no information about the keys that a query attends to. A sample of rows estimates the error of a
-long sequence. Distances between the outputs of a model with and without replaced attention are computed in
-blocks of rows where rows are as wide as the vocabulary.
+error carries no information about the keys that a query attends to.
 """
 
 import math

@@ -253,16 +253,14 @@ def subjects(
         raise OptionError(
             f"inputs and norms must not be empty; inputs are {', '.join(WORDS)} or a safetensors file."
         )
-    draw = functools.partial(gaussian, tokens=tokens, num_heads=num_heads, head_dim=head_dim)
     chosen: list[NamedInputs] = []
     for source in inputs:
-        if source == "gaussian":
-            chosen += [
-                NamedInputs(f"gaussian(norm={norm:g})", draw(norm=norm, seed=seed), head_dim**-0.5, seed)
-                for norm in norms
-            ]
-        else:
+        if source != "gaussian":
             chosen += _of_model(source, layers, shorter, seed, causal)
+            continue
+        for norm in norms:
+            drawn = gaussian(norm=norm, tokens=tokens, num_heads=num_heads, head_dim=head_dim, seed=seed)
+            chosen.append(NamedInputs(f"gaussian(norm={norm:g})", drawn, head_dim**-0.5, seed))
     return tuple(chosen)
 
 

@@ -35,7 +35,6 @@ class Quantity:
         meaning: Definition that begins with a noun.
         better: Direction of an improvement; None: a change is neither better nor worse.
         scatter: Repetitions over which the number differs by chance; None: it is reproduced by its case.
-        threshold: Relative change that matters.
         name: Name in tables, in JSON and of --fail-on; omitted: the attribute's.
         samples: Field of the raw values, one per repetition; `draws` stands for the attribute with `_draws`.
         rounding: The number is rounding error if it is below this power of the precision of its dtype;

@@ -34,7 +34,6 @@ def measure(
         inputs: File of the q, k, v of an error; None: a Gaussian draw.
         keep: Whether a timed call is built once for all its rounds, in a process of one run.
     """
-
     # torch is loaded by the first measurement.
     from efficient_attn.measure import accuracy, calls
 
