@@ -54,14 +54,12 @@ def _describe(spec: Any) -> None:
     about["fewer products"] = number and f"than exact from {number} tokens, counted for heads of 64"
     console.tell(f"{spec.name}: {spec.summary}")
     for name, value in {**about, **options, **capabilities}.items():
+        if isinstance(value, bool):
+            value = "yes" if value else "no"
+        if isinstance(value, tuple):
+            value = ", ".join(value)
         if value is not None:
-            console.tell(f"{name:21}{_cell(value)}", indent="  ")
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
+            console.tell(f"{name:21}{value}", indent="  ")
 
 
 def _row(spec: Any) -> dict[str, Any]:
