@@ -26,8 +26,8 @@ from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax.biased import eager
 from efficient_attn.shapes import KeyMask, Keys, Queries, Values
 
-# On the CPU numbers per step, in keys and values and in summaries, and most blocks; on all devices most parts
-# of a longer stretch of blocks. Larger steps need more than 8 MiB, smaller ones more calls.
+# On the CPU numbers per step and thread, in keys and values and in summaries, and most blocks; on all devices
+# most parts of a longer stretch of blocks. Larger steps need more than 8 MiB, smaller ones more calls.
 _KEYS, _SUMMARIES, MOST_BLOCKS, MOST_PARTS = 3 << 15, 9 << 15, 23, 8
 
 
@@ -58,8 +58,9 @@ def window_clusters(
         shape = inputs.q.shape[:2]
         step, group = (step_capacity(shape.numel() * numbers * x) for x in (1, number))
         if scratch is not None:
-            step = max(1, _KEYS // (shape.numel() * numbers))
-            group = min(MOST_BLOCKS, max(2, _SUMMARIES // (shape.numel() * numbers * number)))
+            heads = -(-shape.numel() // torch.get_num_threads())
+            step = max(1, _KEYS // (heads * numbers))
+            group = min(MOST_BLOCKS, max(2, _SUMMARIES // (heads * numbers * number)))
         real = torch.cat([inputs.real[:, span.start : span.stop] for span in inputs.positions], dim=1)
         queries = query_moments(inputs.q, real, key_mask is not None, scale, step, total)
         members = clustered_keys(inputs, queries, number, step, scratch)
@@ -88,7 +89,10 @@ def by_heads(
 ) -> Tensor:
     """Outputs, in `out` if there is one, with as many heads per step as fit in cache or memory."""
     (batch, heads), kv_heads, numbers = q.shape[:2], k.shape[1], k.shape[2] * (k.shape[3] + v.shape[3])
-    pairs = max(1, (_KEYS + numbers // 2) // numbers) if tuned_for_cpu(q) else step_capacity(numbers)
+    pairs = step_capacity(numbers)
+    if tuned_for_cpu(q):
+        # Threads share the heads of a step.
+        pairs = max(1, (_KEYS + numbers // 2) // numbers) * torch.get_num_threads()
     if pairs >= batch * heads:
         return attend(q, k, v, key_mask, out)
     if batch > 1:
