@@ -1,4 +1,4 @@
-"""Alignment of sequences at their first real token, and rows with a score bias."""
+"""Alignment of sequences at their first real token, score biases, and padded rows."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -109,11 +109,6 @@ def real_spans(mask: Tensor) -> Spans | None:
     return [] if all(span == [0, mask.shape[1]] for span in spans) else spans
 
 
-def after(x: Tensor, tokens: int) -> Tensor:
-    """`x` after so many empty tokens."""
-    return F.pad(x, (0, 0, tokens, 0)) if tokens else x
-
-
 def rotated(x: Tensor, by: Tensor) -> Tensor:
     """`x` rotated along the tokens: token i of the result is token i + by of x."""
     index = (torch.arange(x.shape[2], device=x.device) + by[:, None]) % x.shape[2]
@@ -129,11 +124,6 @@ def aligned(at: Tensor, tokens: int, key_mask: Tensor | None) -> Tensor:
 def bias_of(visible: Tensor, like: Tensor) -> Tensor:
     """Score bias of keys in the dtype of `like`: 0 where visible."""
     return torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, MASKED)
-
-
-def biased_rows(x: Tensor, column: Tensor, width: int) -> Tensor:
-    """`x` [… dim] with an extra column [… 1] and zero columns up to the width."""
-    return padded_rows(torch.cat([x, column.expand(*x.shape[:-1], 1)], dim=-1), width)
 
 
 def first_columns(x: Tensor, width: int) -> Tensor:
