@@ -47,7 +47,7 @@ def list_command(
 
 
 def _describe(spec: Any) -> None:
-    options = {f"option {name}": value for name, value in _options(spec).items()}
+    options = {f"option {name}": str(value).lower() for name, value in _options(spec).items()}
     capabilities = {name.replace("_", " "): value for name, value in asdict(spec.capabilities).items()}
     about = {"formula": spec.formula, "paper": spec.paper, "size": spec.size_option}
     number = _fewer_products_from(spec)

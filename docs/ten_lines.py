@@ -1,7 +1,7 @@
 """Backends beside what a user would write in ten lines of torch: processor time, in turns, and peak memory.
 
 `python docs/ten_lines.py [--rounds 15] [WORDS…]` prints the table of docs/speed.md, or its rows that contain
-all words. The ratio is of minima over the rounds, with the quartiles of the ratios within rounds.
+all words. A ratio is the median of the ratios within rounds, with their quartiles.
 """
 
 import math
@@ -279,11 +279,10 @@ def measured(row: Row, rounds: int) -> str:
             begin = time.process_time()
             call()
             seconds.append(time.process_time() - begin)
-    lowest = [min(seconds) for seconds in times]
-    low, _, high = statistics.quantiles([y / x for x, y in zip(*times, strict=True)], n=4)
+    low, middle, high = statistics.quantiles([y / x for x, y in zip(*times, strict=True)], n=4)
     memory = [f"{peak(call, device='cpu').peak_bytes / 2**20:.1f}" for call in calls]
-    ratio = f"{lowest[1] / lowest[0]:.2f} ({low:.2f} to {high:.2f})"
-    cells = (row.name, row.form, f"{1e3 * lowest[0]:.3g}", ratio, memory[0], memory[1], error)
+    ratio = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+    cells = (row.name, row.form, f"{1e3 * min(times[0]):.3g}", ratio, memory[0], memory[1], error)
     return f"| {' | '.join(cells)} |"
 
 

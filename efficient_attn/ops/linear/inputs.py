@@ -65,10 +65,7 @@ class LinearInputs(NamedTuple):
         return MAPS[self.kind]
 
     def plain(self) -> "LinearInputs | None":
-        """The inputs with features as values of scale 1, or None: no such map, or not for this device.
-
-        Only a CPU is asked afterwards, by `in_range`, whether the sums can be trusted.
-        """
+        """The inputs with features as values of scale 1, whose sums `in_range` judges, or None."""
         kind = self.map.plain
         return self._replace(kind=kind) if kind and tuned_for_cpu(self.q) else None
 
