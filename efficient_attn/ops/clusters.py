@@ -91,8 +91,9 @@ def by_heads(
     (batch, heads), kv_heads, numbers = q.shape[:2], k.shape[1], k.shape[2] * (k.shape[3] + v.shape[3])
     pairs = step_capacity(numbers)
     if tuned_for_cpu(q):
-        # Threads share the heads of a step.
-        pairs = max(1, (_KEYS + numbers // 2) // numbers) * torch.get_num_threads()
+        # Threads share the heads of a step. The compiler cannot ask for their number.
+        threads = torch.get_num_threads() if eager(q, k, v) else 1
+        pairs = max(1, (_KEYS + numbers // 2) // numbers) * threads
     if pairs >= batch * heads:
         return attend(q, k, v, key_mask, out)
     if batch > 1:

@@ -50,8 +50,9 @@ def eager(*tensors: Tensor) -> bool:
 
 def readable(contents: Tensor, *tensors: Tensor) -> bool:
     """Whether a call of these tensors may depend on the contents of one: on the CPU, seen by nothing else."""
-    observed = torch._C._len_torch_dispatch_stack() > 0
-    return type(contents) is Tensor and not observed and tuned_for_cpu(contents) and eager(contents, *tensors)
+    immediate = type(contents) is Tensor and tuned_for_cpu(contents) and eager(contents, *tensors)
+    # A trace of operators is a mode of dispatch.
+    return immediate and torch._C._len_torch_dispatch_stack() == 0
 
 
 def _attend(
