@@ -101,7 +101,7 @@ def real_spans(mask: Tensor) -> Spans | None:
 
     None: masked tokens lie between real ones.
     """
-    start, at = mask.byte().argmax(dim=1, keepdim=True), torch.arange(mask.shape[1])
+    start, at = mask.byte().argmax(dim=1, keepdim=True), torch.arange(mask.shape[1], device=mask.device)
     end = start + mask.sum(dim=1, keepdim=True)
     if not torch.equal((at >= start) & (at < end), mask):
         return None

@@ -1,21 +1,17 @@
 """Softmax attention over low-rank projections of keys and values (Linformer, Wang et al. 2020)."""
 
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
+from efficient_attn.ops.dtypes import upcast_dtype, zero_masked
 from efficient_attn.ops.paths import dynamic, parts, product_dtype, step_capacity, tuned_for_cpu
-from efficient_attn.ops.softmax.biased import readable
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Tokens per chunk on the CPU, in half precision and in the gradient of the mixtures.
 _PIECE = 512
-# Most parts of a mixture that are copied in turn.
-_COPIED = 16
 
 
 def linformer_attention(
@@ -43,17 +39,20 @@ def attend_projected(
 ) -> Tensor:
     """Attention to projected keys and values, each with whether a row holds a real token."""
     (few_keys, alive), (few_values, alive_values) = keys, values
-    alive = alive & alive_values
-    if readable(alive, q, few_keys, few_values) and alive.all():
-        few, mask = (few_keys, few_values), None
-    else:
-        mask = alive.expand(q.shape[0], -1, -1)
-        few = few_keys, few_values.masked_fill(~mask.unsqueeze(-1), 0.0)
-    if q.dtype is few_keys.dtype:
-        return _read(q, *few, mask, scale)
-    # An upcast copy of all queries would take memory.
-    rows = [_read(q[..., part, :].to(few_keys.dtype), *few, mask, scale).to(q.dtype) for part in _parts(q)]
-    return torch.cat(rows, dim=-2) if rows else q.new_zeros(*q.shape[:-1], few_values.shape[-1])
+    alive = (alive & alive_values).expand(q.shape[0], -1, -1)
+    few_values = few_values.masked_fill(~alive.unsqueeze(-1), 0.0)
+    rows = [
+        _read(q[..., part, :].to(few_keys.dtype), few_keys, few_values, alive, scale).to(q.dtype)
+        for part in _pieces(q)
+    ]
+    if not rows:
+        return q.new_zeros(*q.shape[:-1], few_values.shape[-1])
+    return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-2)
+
+
+def _pieces(x: Tensor) -> list[slice]:
+    """One chunk of all tokens, or several where an upcast copy takes memory."""
+    return _parts(x) if product_dtype(x) is not x.dtype else parts(x.shape[-2], max(x.shape[-2], 1))
 
 
 def _parts(x: Tensor) -> list[slice]:
@@ -62,11 +61,12 @@ def _parts(x: Tensor) -> list[slice]:
     return parts(x.shape[-2], size)
 
 
-def _read(q: Tensor, few_keys: Tensor, few_values: Tensor, alive: Tensor | None, scale: float) -> Tensor:
-    """Softmax attention to the projected keys that `alive` keeps, bool [batch 1|heads rank], None: to all."""
-    if alive is None or alive.shape[1] == 1:
-        mask = None if alive is None else alive.squeeze(1)
-        return fused_attention(q, few_keys, few_values, scale=scale, key_mask=mask, dropout=0.0, zeroed=True)
+def _read(q: Tensor, few_keys: Tensor, few_values: Tensor, alive: Tensor, scale: float) -> Tensor:
+    """Softmax attention to the projected keys that `alive` keeps, bool [batch 1|heads rank]."""
+    if alive.shape[1] == 1:
+        return fused_attention(
+            q, few_keys, few_values, scale=scale, key_mask=alive.squeeze(1), dropout=0.0, zeroed=True
+        )
     # Each head has its own projection and its own mask: a head becomes a batch entry.
     alone = (x.flatten(0, 1).unsqueeze(1) for x in (q, few_keys, few_values))
     out = fused_attention(*alone, scale=scale, key_mask=alive.flatten(0, 1), dropout=0.0, zeroed=True)
@@ -78,40 +78,16 @@ def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[T
 
     `mix` is [rank max_tokens] for all heads, or [heads rank max_tokens].
     """
-    dtype, tokens = product_dtype(x), x.shape[-2]
-    mix = mix if mix.dtype is dtype or tuned_for_cpu(x) else mix.to(dtype)
-    if key_mask is None and not dynamic(tokens) and tokens == mix.shape[-1]:
-        # All tokens are real, so every share is 1 except that of an all-zero row.
-        return _cast_sums(mix, x, heads, dtype), _nonzero_rows(mix.detach(), x).view(1, -1, mix.shape[-2])
+    mix = mix.to(product_dtype(x))
+    tokens = x.shape[-2]
     # The exporter assumes that a slice is shorter than the whole.
     used = mix[..., torch.arange(tokens, device=x.device)] if dynamic(tokens) else mix[..., :tokens]
-    sums = _cast_sums(used, zero_masked(x, key_mask), heads, dtype)
-    few, alive = rescaled(sums, mix, real_weight(used, key_mask))
-    return few.to(dtype), alive
-
-
-def _cast_sums(mix: Tensor, x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """Rows E x, with a part of the mixture at a time cast to the dtype."""
-    if mix.dtype is dtype:
-        return row_sums(mix, x, heads)
-    sums = (row_sums(mix[..., part].to(dtype), x[..., part, :], heads) for part in _copied_parts(mix))
-    return reduce(torch.add, map(upcast, sums)).to(dtype)
-
-
-def _copied_parts(mix: Tensor) -> list[slice]:
-    """Parts of a mixture in order, since a copy of all entries would take more memory than a call."""
-    tokens = mix.shape[-1]
-    return parts(tokens, max(-(-tokens // _COPIED), _PIECE)) or [slice(None)]
-
-
-def _nonzero_rows(mix: Tensor, x: Tensor) -> Tensor:
-    """Whether each row of a mixture has an entry other than zero, bool [… rank]."""
-    if readable(mix, x):
-        # A sum takes a tenth of the time of a norm, and is zero too where entries cancel.
-        sums = mix.sum(dim=-1)
-        if sums.all():
-            return sums != 0
-    return torch.linalg.vector_norm(mix, ord=1, dim=-1) > 0
+    sums = row_sums(used, zero_masked(x, key_mask), heads)
+    if key_mask is None and not dynamic(tokens) and used.shape[-1] == mix.shape[-1]:
+        # All tokens are real, so every share is 1 except that of an all-zero row.
+        alive = (torch.linalg.vector_norm(mix.detach(), ord=1, dim=-1) > 0).unsqueeze(0)
+        return sums, alive.unsqueeze(1) if mix.ndim == 2 else alive
+    return rescaled(sums, mix, real_weight(used, key_mask))
 
 
 def rescaled(sums: Tensor, mix: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,9 +107,7 @@ def real_weight(mix: Tensor, key_mask: Tensor | None) -> Tensor:
     """Σ over real tokens j of |E_rj|, [1|batch rank], or [1|batch heads rank] with one mixture per head."""
     dtype = upcast_dtype(mix.dtype)
     if key_mask is not None:
-        real = key_mask.to(dtype).mT
-        weights = (mix[..., part].abs().to(dtype) @ real[part] for part in _copied_parts(mix))
-        return reduce(torch.add, weights).movedim(-1, 0)
+        return (mix.abs().to(dtype) @ key_mask.to(dtype).mT).movedim(-1, 0)
     return torch.linalg.vector_norm(mix, ord=1, dim=-1, dtype=dtype).unsqueeze(0)
 
 
@@ -144,12 +118,12 @@ def row_sums(mix: Tensor, x: Tensor, heads: int) -> Tensor:
     # Each query head projects the keys of its group by its own pair.
     groups = (x.shape[1], heads // x.shape[1])
     mix = mix.unflatten(0, groups).flatten(1, 2)
-    if x.dtype is mix.dtype:
-        sums = mix @ x
-    else:
+    sums = None
+    for part in _pieces(x):
+        piece = mix[..., part] @ x[..., part, :].to(mix.dtype)
+        sums = piece if sums is None else sums + piece
+    if sums is None:
         sums = mix.new_zeros(*x.shape[:2], mix.shape[-2], x.shape[-1])
-        for part in _parts(x):
-            sums = sums + mix[..., part] @ x[..., part, :].to(mix.dtype)
     return sums.unflatten(2, (groups[1], -1)).flatten(1, 2)
 
 
@@ -165,13 +139,11 @@ class _MixedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(mix: Tensor, x: Tensor) -> Tensor:
-        mix = mix.expand(len(x), -1, -1)
-        if x.dtype is mix.dtype:
-            return torch.bmm(mix, x)
-        sums = mix.new_zeros(len(x), mix.shape[1], x.shape[-1])
-        for part in _parts(x):
-            sums = sums + torch.bmm(mix[..., part], x[:, part].to(mix.dtype))
-        return sums
+        sums = None
+        for part in _pieces(x):
+            piece = torch.bmm(mix[:, part].expand(len(x), -1, -1), x[:, part].to(mix.dtype))
+            sums = piece if sums is None else sums.add_(piece)
+        return mix.new_zeros(len(x), len(mix), x.shape[-1]) if sums is None else sums
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -187,11 +159,8 @@ class _MixedRows(torch.autograd.Function):
                 piece = torch.tensordot(grad_out, x[:, part].to(mix.dtype), dims=([0, 2], [0, 2]))
                 grad_mix[:, part].copy_(piece)
         if ctx.needs_input_grad[1]:
-            columns = mix.mT.expand(len(x), -1, -1)
-            if x.dtype is mix.dtype:
-                grad_x = torch.bmm(columns, grad_out)
-            else:
-                grad_x = torch.cat(
-                    [torch.bmm(columns[:, y], grad_out).to(x.dtype) for y in _parts(x)], dim=-2
-                )
+            rows = [torch.bmm(mix[:, part].mT.expand(len(x), -1, -1), grad_out) for part in _pieces(x)]
+            grad_x = (
+                rows[0].to(x.dtype) if len(rows) == 1 else torch.cat([y.to(x.dtype) for y in rows], dim=-2)
+            )
         return grad_mix, grad_x

@@ -30,7 +30,7 @@ def by_causality(rows: dict[str, tuple[Bound, ...]]) -> dict[tuple[str, bool], B
 OTHERS = {
     "exact": (Bound(1, 2), Bound(1, 2, 3)),
     "exact-dense": (Bound(4, 10), Bound(12, 20, 14)),
-    "linformer": (Bound(18, 31),),
+    "linformer": (Bound(20, 33),),
     "nystrom": (Bound(96, 223),),
     "oracle-topk": (Bound(19, 40), Bound(29, 52, 31)),
     "bigbird": (Bound(121, 179), Bound(104, 134, 24)),

@@ -9,7 +9,6 @@ from reference import assert_near, first_and_second_derivatives, random_mask, ra
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import efficient_attn as ea
-from efficient_attn.measure.memory import peak
 from efficient_attn.ops import paths
 from efficient_attn.ops.softmax import fused
 
@@ -127,34 +126,3 @@ def test_bfloat16_products_follow_the_instructions_of_the_cpu_in_inference(monke
     errors = [((x - y).norm() / y.norm()).item() for x, y in ((out, reference), (plain, exact))]
     # Rounding of the mixture and of the projected rows comes to that of the output.
     assert errors[0] <= 2 * errors[1] and out.dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize("sharing", ["heads", "none"])
-def test_of_all_tokens_a_row_of_zeros_takes_no_part_and_a_row_whose_entries_cancel_does(sharing):
-    backend, tensors = linformer(rank=3, sharing=sharing, init="gaussian"), random_qkv(k_tokens=TOKENS)
-    with torch.no_grad():
-        backend.core.mix_keys[..., 0, :] = torch.tensor([-1.0, 1.0]).repeat(TOKENS // 2)
-    assert_near([backend(*tensors)], [by_definition(backend, *tensors)], 1e-12)
-    for mix, rows in (("mix_values", [0, 2]), ("mix_keys", [2])):
-        with torch.no_grad():
-            getattr(backend.core, mix)[..., [row for row in range(3) if row not in rows], :] = 0.0
-        remaining = linformer(rank=len(rows), sharing=sharing)
-        set_mixing(remaining, *(x[..., rows, :] for x in (backend.core.mix_keys, backend.core.mix_values)))
-        assert_near([backend(*tensors)], [by_definition(remaining, *tensors)], 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "masked"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)]
-)
-@torch.no_grad()
-def test_a_call_copies_no_mixture(monkeypatch, dtype, masked):
-    monkeypatch.setattr(paths, "bfloat16_instructions", lambda: "avx512_bf16")
-    tokens, size = 8192, 4
-    backend = ea.build("linformer", head_dim=8, max_tokens=tokens, rank=128)
-    inputs = [x.float() for x in random_qkv(1, 1, 1, tokens, tokens, 8, 8)]
-    cast, mask = [x.to(dtype) for x in inputs], torch.arange(tokens)[None] < tokens - 5 if masked else None
-    measured = peak(lambda: backend(*cast, key_mask=mask), device="cpu").peak_bytes
-    # The output, the masked keys or values, and the projected rows.
-    assert measured <= 2.5 * inputs[0].nbytes < 128 * tokens * size / 4
-    expected = by_definition(backend, *inputs, key_mask=mask)
-    assert_near([backend(*cast, key_mask=mask)], [expected], 2 * torch.finfo(dtype).eps + 1e-5)

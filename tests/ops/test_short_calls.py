@@ -10,7 +10,7 @@ import efficient_attn as ea
 MOST = {
     ("exact", False): 1,
     ("exact", True): 1,
-    ("linformer", False): 24,
+    ("linformer", False): 49,
     ("performer-positive", False): 20,
     ("performer-positive", True): 82,
     ("performer-trig", True): 123,
