@@ -85,7 +85,7 @@ def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[T
     sums = row_sums(used, zero_masked(x, key_mask), heads)
     if key_mask is None and not dynamic(tokens) and used.shape[-1] == mix.shape[-1]:
         # All tokens are real, so every share is 1 except that of an all-zero row.
-        alive = (torch.linalg.vector_norm(mix.detach(), ord=1, dim=-1) > 0).unsqueeze(0)
+        alive = (mix.detach().abs().sum(dim=-1) > 0).unsqueeze(0)
         return sums, alive.unsqueeze(1) if mix.ndim == 2 else alive
     return rescaled(sums, mix, real_weight(used, key_mask))
 
