@@ -4,6 +4,7 @@ import pytest
 import torch
 from reference import assert_near, random_qkv, relative_error
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
@@ -72,6 +73,9 @@ def test_a_traced_or_abstract_mask_is_not_read(monkeypatch):
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) for x in (q, k, v, PADDED["left"])]
         assert backend(*fakes[:3], key_mask=fakes[3]).shape == v.shape
+    left, right = PADDED["left"], PADDED["right"]
+    graph = make_fx(lambda mask: backend(q, k, v, key_mask=mask))(left)
+    assert_near([graph(right)], [backend(q, k, v, key_mask=right)], 1e-12)
     monkeypatch.setattr(torch.jit, "is_tracing", lambda: True)
     monkeypatch.delattr(fused, "real_spans")
     assert backend(q, k, v, key_mask=PADDED["left"]).shape == v.shape

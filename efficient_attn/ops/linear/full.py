@@ -16,13 +16,13 @@ from efficient_attn.ops.linear.inputs import FIELDS, LinearInputs, Outputs, chun
 from efficient_attn.ops.linear.softmax_identity import suits, two_softmaxes, two_softmaxes_gradients
 from efficient_attn.ops.linear.state import (
     LinearState,
+    at_reference,
     divide,
     feature_gradients,
     finite,
     keep_for_backward,
     log_sum,
     merge,
-    normalised,
     output_gradients,
     query_weights,
     read_gradients,
@@ -147,7 +147,7 @@ def query_gradients(
         offset = finite(state.log_scale) - logarithm
         g = output_gradients(grad_out, outputs.out, part, kv_heads)
         if features.values is None:
-            queries = normalised(features, offset, sign)
+            queries = at_reference(features, offset)
             weights, grads = queries.weights, feature_gradients(queries, g @ state.sums.mT)
         else:
             g = g * row_factors(offset, sign)

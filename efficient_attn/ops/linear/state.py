@@ -187,12 +187,6 @@ def at_reference(features: Features, offset: Tensor) -> Scaled:
     return Scaled(scale, None) if features.values is None else Scaled(scale * features.values, scale)
 
 
-def normalised(queries: Features, offset: Tensor, sign: Tensor | None) -> Scaled:
-    """Query features times e^offset and the sign of the row's normaliser (None: all are positive)."""
-    scaled = at_reference(queries, offset)
-    return scaled if sign is None else Scaled(*(x * sign for x in scaled if x is not None))
-
-
 def row_factors(offset: Tensor, sign: Tensor | None) -> Tensor:
     """Factors exp(offset) and signs of the rows of queries with values, [… rows 1].
 
