@@ -10,6 +10,8 @@ from .flags import JsonOption
 
 # Capabilities shown by the table; JSON holds all of them.
 _SHOWN = ("causal", "cross", "key_mask", "exact", "averages")
+# Squared norm of the sum or difference of a pair at which errors of random features are compared.
+_SQUARE = 10.0
 _POWERS = {1: "n", 2: "n²"}
 
 
@@ -47,11 +49,17 @@ def list_command(
 
 
 def _describe(spec: Any) -> None:
+    from efficient_attn.theory.kernel import KINDS, unbiased_from
+
     options = {f"option {name}": str(value).lower() for name, value in _options(spec).items()}
     capabilities = {name.replace("_", " "): value for name, value in asdict(spec.capabilities).items()}
     about = {"formula": spec.formula, "paper": spec.paper, "size": spec.size_option}
     number = _fewer_products_from(spec)
     about["fewer products"] = number and f"than exact from {number} tokens, counted for heads of 64"
+    if kind := KINDS.get(spec.name):
+        below = unbiased_from(_SQUARE, kind=kind, head_dim=64)
+        place = f"at |x {'−' if kind == 'trigonometric' else '+'} y|² = {_SQUARE:g}, heads of 64"
+        about["norms=fixed"] = f"smaller error of a kernel entry below {below} features {place}"
     console.tell(f"{spec.name}: {spec.summary}")
     for name, value in {**about, **options, **capabilities}.items():
         if isinstance(value, bool):

@@ -1,7 +1,7 @@
 """Registry of backends: names, capabilities, options and builders."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import DtypeError
@@ -33,6 +33,8 @@ class Capabilities:
             `distributed.calls.EXCHANGES`: "states", "sums", "neighbours", "keys" or "clusters". None: not
             supported.
         approximates_softmax: Whether the backend approximates softmax attention, not another kernel.
+        converges: Whether the output converges to softmax attention as the number of features grows, its
+            error as 1/√size; None: `approximates_softmax`. An options class may end it by `converges`.
         dtypes: Names of the supported dtypes.
         time_growth: Exponent of the number of tokens in the running time.
         memory_growth: Exponent of the number of tokens in the peak memory.
@@ -53,6 +55,7 @@ class Capabilities:
     needs_all_queries: bool = False
     sharded: str | None = None
     approximates_softmax: bool = True
+    converges: bool | None = None
     dtypes: tuple[str, ...] = ALL_DTYPES
     time_growth: int = 1
     memory_growth: int = 1
@@ -60,6 +63,15 @@ class Capabilities:
     def __post_init__(self) -> None:
         if self.streaming is None:
             object.__setattr__(self, "streaming", self.causal)
+        if self.converges is None:
+            object.__setattr__(self, "converges", self.approximates_softmax)
+
+    def under(self, options: Any) -> "Capabilities":
+        """Capabilities of a backend with these options."""
+        # In other dtypes errors are those of the cast.
+        dtype = getattr(options, "compute_dtype", None)
+        converges = self.converges and getattr(options, "converges", True)
+        return replace(self, converges=converges, dtypes=(dtype,) if dtype else self.dtypes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from efficient_attn.errors import CalibrationError, OptionError, ShapeError, UnsupportedError
 from efficient_attn.operation_counts import MatMul, MatMuls, visible_pairs
@@ -15,11 +15,13 @@ from efficient_attn.ops.dtypes import upcast, upcast_dtype, without_inference_mo
 from efficient_attn.ops.grouped_queries import unfold
 from efficient_attn.ops.linear import causal_exponential, scaled_chunks
 from efficient_attn.ops.linear.causal import causal_linear_attention, extend_linear_attention
-from efficient_attn.ops.linear.features import DRAWS, MAPS, draw_directions, softmax_map
+from efficient_attn.ops.linear.features import DRAWS, MAPS, NORMS, draw_directions, softmax_map
 from efficient_attn.ops.linear.full import full_linear_attention
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.kernel import (
+    LENGTHS,
     SOFTMAX_KERNELS,
+    DeviationSample,
     Fit,
     Moments,
     denominators,
@@ -41,11 +43,20 @@ class RandomFeatureOptions:
     num_features: int = option(256, "Outputs of the feature map.")
     projection: str = option("orthogonal", "How the random directions are drawn: orthogonal, simplex or iid.")
     seed: int = option(0, "Seed of the draw; the same seed gives the same features on every device.")
+    norms: str = option(
+        "chi", "Norms of the directions: chi (unbiased), or fixed: less variance, a bias.", added=True
+    )
 
     def __post_init__(self) -> None:
         positive_count("num_features", self.num_features)
         one_of("projection", self.projection, DRAWS)
+        one_of("norms", self.norms, NORMS)
         whole_number("seed", self.seed)
+
+    @property
+    def converges(self) -> bool:
+        """Whether the kernel estimate is unbiased."""
+        return self.norms == "chi"
 
 
 class FixedFeatures(nn.Module):
@@ -106,7 +117,7 @@ class RandomFeatures(Float32Buffers):
     def __init__(self, kind: str, head_dim: int, options: RandomFeatureOptions) -> None:
         super().__init__()
         self.kind = kind
-        self._draw = options.projection
+        self._draw, self.norms = options.projection, options.norms
         self._shape = (options.num_features // MAPS[kind].per_direction, head_dim)
         self._seed = options.seed
         # Directions are drawn on the CPU, then moved to the default device.
@@ -133,7 +144,8 @@ class RandomFeatures(Float32Buffers):
     def _directions(self) -> Tensor:
         # Rounded to float32 for every model, so that a float64 model differs by rounding alone. Contiguous,
         # which a rotation is not, since torch.export writes strided buffers wrongly.
-        return draw_directions(self._draw, *self._shape, seed=self._seed).float().contiguous()
+        rows = draw_directions(self._draw, *self._shape, seed=self._seed, norms=self.norms)
+        return rows.float().contiguous()
 
 
 class CalibratedFeatures(Float32Buffers):
@@ -141,11 +153,12 @@ class CalibratedFeatures(Float32Buffers):
 
     Attributes:
         random: Random directions, as for positive features.
-        curvatures, query_transform, key_transform, shift: Fit, see `ops.linear.kernel.Fit`; zero heads
-            before calibration.
+        curvatures, factors, query_transform, key_transform, shift: Fit, see `ops.linear.kernel.Fit`; without
+            heads before calibration.
     """
 
     curvatures: Tensor
+    factors: Tensor
     query_transform: Tensor
     key_transform: Tensor
     shift: Tensor
@@ -208,7 +221,7 @@ class CalibratedFeatures(Float32Buffers):
         # The constants of both sides, a feature's weight, multiply the keys.
         rest = torch.rsub(a, 1, alpha=4)
         weights = torch.addmm(rest.log().sum(dim=-1, keepdim=True), a, w.square().mT, beta=0.5, alpha=2)
-        directions = w * rest.sqrt().unsqueeze(1)
+        directions = w * fit.factors.unsqueeze(1)
         # The compiler of torch 2.8 traces no `_replace`.
         weights = weights.unsqueeze(1)
         return LinearInputs(q, k, v, key_mask, directions, weights, transforms, inputs.kind, scale)
@@ -335,7 +348,27 @@ class LinearAttention(nn.Module):
 
     @property
     def calibrate(self) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]:
+        if self.features.random.norms == "fixed":
+            return self._calibrate_lengths
         return partial(self.features.calibrate, scale=self._scale)
+
+    @torch.no_grad()
+    def _calibrate_lengths(self, q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None) -> None:
+        """Fit the features, then the length of the directions in each key head.
+
+        Of LENGTHS that with the largest correlation with exact attention. Without values random ones serve.
+        """
+        self.features.calibrate(q, k, v, key_mask, scale=self._scale)
+        if v is None:
+            v = torch.randn(k.shape, generator=Generator().manual_seed(0), device="cpu").to(k)
+        sample = DeviationSample.of(q, k, v, key_mask, scale=self._scale, causal=self._causal)
+        factors = self.features.factors
+        correlations = []
+        for length in LENGTHS:
+            self.features.factors = length * factors
+            correlations.append(sample.correlation(self(q, k, v, key_mask)))
+        best = torch.tensor(LENGTHS).to(factors)[torch.stack(correlations).argmax(dim=0)]
+        self.features.factors = best.unsqueeze(-1) * factors
 
     @property
     def calibrated(self) -> bool:

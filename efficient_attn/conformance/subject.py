@@ -128,18 +128,17 @@ class Subject:
 def subject(thing: Any, capabilities: Capabilities | None, seed: int, long: bool = False) -> Subject:
     """The subject of a check: a name, a spec, a builder, file.py:object, a module or a function."""
     options: dict[str, Any] = {}
+    built = None
     if isinstance(thing, Backend):
-        options = {field.name: getattr(thing.options, field.name) for field in fields(thing.options)}
+        built = thing.options
+        options = {field.name: getattr(built, field.name) for field in fields(built)}
         thing = thing.spec
     spec = resolve(thing)
     bare = capabilities is None and spec.outside
     grouped = not bare or spec.capabilities is not BARE
     if capabilities is not None:
         spec = replace(spec, capabilities=capabilities)
-    promises = spec.capabilities
-    if dtype := options.get("compute_dtype"):
-        # In other dtypes errors are those of the cast.
-        promises = replace(promises, dtypes=(dtype,))
+    promises = spec.capabilities.under(built)
     return Subject(
         spec=spec, promises=promises, bare=bare, grouped=grouped, options=options, seed=seed, long=long
     )

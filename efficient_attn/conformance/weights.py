@@ -214,7 +214,7 @@ def the_draw_has_no_preferred_direction(subject: Subject, case: CheckCase) -> It
 @Check(
     "The output converges to softmax attention with the number of features: its error falls as 1/√size.",
     cases=both(LITTLE.but(head_dim=8, value_dim=8, norm=0.7)),
-    needs=("approximates_softmax",),
+    needs=("converges",),
 )
 def more_features_come_nearer_to_softmax(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     _needs_redraw(subject, case)

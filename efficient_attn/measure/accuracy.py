@@ -2,11 +2,14 @@
 
 import copy
 import functools
+import json
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +17,14 @@ from efficient_attn.backends import build, resolve
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure.calls import BASELINES, answer, attention_flops
-from efficient_attn.measure.error import outputs_checked, random_positions, read_shares, relative_error
+from efficient_attn.measure.error import (
+    deviations,
+    fixed_norm_output,
+    outputs_checked,
+    random_positions,
+    read_shares,
+    relative_error,
+)
 from efficient_attn.measure.inputs import Activations, NamedInputs, read_activations
 from efficient_attn.measure.record import SAME_INPUTS, Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant, with_size
@@ -22,6 +32,9 @@ from efficient_attn.options import SEED
 
 # Metrics with the fields of a record that hold them, the shown one first.
 METRICS = {"relative": ("output_relative_error", "output_mse"), "mse": ("output_mse",)}
+
+# Fields of c, ρ and U √(1 − c²), see `Deviations`.
+_DEVIATIONS = ("output_correlation", "output_deviation_ratio", "output_rescaled_error")
 
 # Fewest draws that give a median a 95 % interval.
 DRAWS = 6
@@ -44,7 +57,8 @@ def measure_error(
     q, k, v = subject.activations
 
     def measured(case: Case, backends: Sequence[Any]) -> Record:
-        errors: dict[str, Any] = dict.fromkeys(METRICS[metric], ())
+        errors: dict[str, Any] = dict.fromkeys((*METRICS[metric], *_DEVIATIONS), ())
+        by_head = []
         for backend in backends:
             # All backends share the inputs, into which a call may write.
             output = subject.compared(backend(q.clone(), k.clone(), v.clone())).double()
@@ -52,9 +66,16 @@ def measure_error(
                 "output_relative_error": relative_error(output, subject.exact),
                 "output_mse": float((output - subject.exact).square().mean()),
             }
+            parts = deviations(output, subject.exact, subject.uniform)
+            error |= zip(_DEVIATIONS, (float(part[0]) for part in parts[1:]), strict=True)
+            by_head.append(torch.stack(parts)[:, 1:])
             errors = {name: (*draws, error[name]) for name, draws in errors.items()}
         values: dict[str, Any] = {f"{name}_draws": draws for name, draws in errors.items()}
         values |= {name: fmean(draws) for name, draws in errors.items()}
+        # Uniform attention has no deviation, hence no correlation.
+        values = {name: x for name, x in values.items() if not np.isnan(x).any()}
+        heads = torch.stack(by_head).mean(dim=0).T.tolist()
+        heads = [[None if math.isnan(x) else float(f"{x:.4g}") for x in head] for head in heads]
         rows, density, mass = subject.rows, None, None
         if rows is None and q.shape[2] > MOST_COMPARED:
             rows = sampled_queries(q.shape[2], subject.seed).to(q.device)
@@ -67,9 +88,38 @@ def measure_error(
             flops=attention_flops(case, backends[0].spec),
             density=density,
             covered_mass=mass,
+            output_by_head=json.dumps(heads),
+            limit_relative_error=_limit(backends[0], subject),
         )
 
     return measure_draws(variant, subject, "output", draws, measured, threads=threads)
+
+
+def _limit(backend: Any, subject: NamedInputs) -> float | None:
+    """Error of infinitely many positive features of fixed norm, None for others and after a transform."""
+    features: Any = getattr(backend.core, "features", None)
+    random: Any = getattr(features, "random", features)
+    if getattr(random, "norms", "chi") == "chi" or random.kind not in ("positive", "hyperbolic"):
+        return None
+    if random is features:
+        return _limit_of_lengths(subject, (1.0,) * subject.activations.k.shape[1])
+    if len(features.query_transform):
+        return None
+    return _limit_of_lengths(subject, tuple(features.factors[:, 0].tolist()))
+
+
+# Cached, since no limit depends on the number of features.
+@functools.lru_cache(maxsize=2)
+def _limit_of_lengths(subject: NamedInputs, lengths: tuple[float, ...]) -> float:
+    q, k, v = subject.activations
+    rows, exact = subject.rows, subject.exact
+    if rows is None:
+        many = q.shape[2] > MOST_COMPARED
+        rows = sampled_queries(q.shape[2], subject.seed) if many else torch.arange(q.shape[2])
+        rows = rows.to(q.device)
+        exact = exact[:, :, rows]
+    out = fixed_norm_output(q, k, v, scale=subject.scale, causal=subject.causal, rows=rows, lengths=lengths)
+    return relative_error(out, exact)
 
 
 def error_of_case(case: Case, target: Any, path: str) -> Record:

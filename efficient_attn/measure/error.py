@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError
 from efficient_attn.shapes import Keys, Output, Queries, Values
+from efficient_attn.theory.kernel import log_sphere_mean
 
 # Scores are computed in blocks of rows, so that a long sequence never builds the whole float64 matrix.
 ENTRIES_AT_ONCE = 1 << 23
@@ -27,6 +28,12 @@ _ROWS, _MOST_NATS = 64, 700.0
 
 # Fewest rows of a sample, the share of all rows where that is more, and fewest rows of a head.
 _FEWEST, _SHARE, _LEAST = 64, 0.01, 2
+
+# A smaller deviation from uniform attention, over the exact output, is rounding of float32.
+_DEVIATION = 1e-5
+
+# Places at which a mean over a sphere is computed: between them its error is below 1e-5.
+_PLACES = 1024
 
 # Logits of a slice of positions, [positions vocabulary].
 Logits: TypeAlias = Callable[[slice], Tensor]
@@ -87,6 +94,38 @@ def read_shares(backend: Backend, q: Queries, k: Keys, rows: Tensor | None = Non
     return read_pairs / pairs, mass / (q.shape[0] * q.shape[1] * len(rows))
 
 
+@torch.no_grad()
+def fixed_norm_output(
+    q: Queries, k: Keys, v: Values, *, scale: float, causal: bool, rows: Tensor, lengths: Sequence[float]
+) -> Output:
+    """Limit of the output, in float64, as the number of directions of fixed norm grows.
+
+    Every estimate has become its mean, e^(x·y) times `theory.kernel.fixed_norm_mean`.
+
+    Args:
+        rows: Positions of the queries to compute, [rows].
+        lengths: Norm of the directions over √head_dim, for each head of k.
+    """
+    size, group = math.sqrt(abs(scale)), q.shape[1] // k.shape[1]
+    x, y = math.copysign(size, scale) * q[:, :, rows].double(), size * k.double()
+    later = torch.arange(k.shape[2], device=q.device) > rows[:, None] + k.shape[2] - q.shape[2]
+    heads = []
+    for head in range(q.shape[1]):
+        keys, values = y[:, head // group], v[:, head // group].double()
+        products = x[:, head] @ keys.mT
+        halves = [z.square().sum(dim=-1) / 2 for z in (x[:, head], keys)]
+        squares = (halves[0][:, :, None] + halves[1][:, None] + products).mul_(2).clamp_min_(0)
+        radii = (squares * (lengths[head // group] ** 2 * x.shape[-1])).sqrt_().cpu().numpy()
+        # A smooth function, computed at some places and interpolated between them.
+        places = np.linspace(0.0, radii.max(), _PLACES)
+        means = np.interp(radii, places, log_sphere_mean(places, head_dim=x.shape[-1]))
+        logs = products - squares / 2 + torch.from_numpy(means).to(q.device)
+        if causal:
+            logs = logs.masked_fill(later, -math.inf)
+        heads.append(logs.softmax(dim=-1) @ values)
+    return torch.stack(heads, dim=1)
+
+
 def mean_of_values(q: Queries, v: Values, *, causal: bool = False, key_mask: Tensor | None = None) -> Output:
     """Uniform attention: the mean of the visible values for every query."""
     # Sums of many values exceed the range of half precision.
@@ -113,6 +152,36 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
     """‖x − exact‖ / ‖exact‖ over all entries."""
     wide = exact.double()
     return float((x.double() - wide).norm() / wide.norm())
+
+
+class Deviations(NamedTuple):
+    """Errors by direction and size, of all heads together and then of each head, float64 [1 + heads].
+
+    E = out − uniform is the deviation of an output from uniform attention, D = exact − uniform the exact one.
+
+    Attributes:
+        errors: ‖out − exact‖ / ‖exact‖, with (error / U)² = 1 − 2cρ + ρ² and U = ‖D‖ / ‖exact‖.
+        correlations: c = ⟨E, D⟩ / (‖E‖ ‖D‖), which no rescaling of E changes. NaN where E or D is rounding.
+        ratios: ρ = ‖E‖ / ‖D‖, of which c is the best.
+        rescaled_errors: U √(1 − c²), the error after the best rescaling of E.
+    """
+
+    errors: Tensor
+    correlations: Tensor
+    ratios: Tensor
+    rescaled_errors: Tensor
+
+
+def deviations(out: Output, exact: Output, uniform: Output) -> Deviations:
+    """Deviations of float64 outputs [batch heads rows value_dim] from uniform attention."""
+    ours, right = out - uniform, exact - uniform
+    parts = (ours * right, ours.square(), right.square(), (out - exact).square(), exact.square())
+    sums = torch.stack([part.sum(dim=(0, 2, 3)) for part in parts])
+    products, *squares = torch.cat([sums.sum(dim=1, keepdim=True), sums], dim=1)
+    ours, right, error, size = (x.sqrt() for x in squares)
+    rounding = torch.minimum(ours, right) < _DEVIATION * size
+    c = (products / (ours * right)).masked_fill(rounding, math.nan)
+    return Deviations(error / size, c, ours / right, right / size * (1 - c.square()).clamp_min(0).sqrt())
 
 
 class Sample(NamedTuple):

@@ -210,6 +210,12 @@ class NamedInputs:
         """Exact output of the compared queries in float64."""
         return measure.exact_output(*self.activations, scale=self.scale, causal=self.causal, rows=self.rows)
 
+    @functools.cached_property
+    def uniform(self) -> Tensor:
+        """Uniform attention of the compared queries in float64."""
+        q, _, v = self.activations
+        return self.compared(measure.mean_of_values(q, v.double(), causal=self.causal))
+
     def compared(self, output: Tensor) -> Tensor:
         """The compared queries of an output [batch heads tokens value_dim]."""
         return output if self.rows is None else output[..., self.rows, :]

@@ -105,9 +105,10 @@ def setting(unit: str, meaning: str, *, type: Type = "whole number", threshold: 
     return Quantity(unit, meaning, type=type, better=None, threshold=threshold)
 
 
-def condition(unit: str, meaning: str, *, type: Type = "number") -> Any:
+def condition(unit: str, meaning: str, *, type: Type = "number", samples: str | None = None) -> Any:
     """Field that is not compared."""
-    return Quantity(unit, meaning, type=type, better=None, compared=False)
+    scatter: Scatter | None = "draws" if samples else None
+    return Quantity(unit, meaning, type=type, better=None, compared=False, scatter=scatter, samples=samples)
 
 
 def _times(name: str, samples: str, meaning: str) -> Any:
@@ -164,6 +165,26 @@ class Measured:
     )
     output_relative_error: float | None = error(
         "relative", "Norm of the output error over the norm of the exact output."
+    )
+    output_correlation: float | None = error(
+        "",
+        "Cosine c of the deviations of output and exact output from uniform attention.",
+        better="more",
+        type="signed number",
+    )
+    output_deviation_ratio: float | None = condition(
+        "", "Norm ρ of the deviation from uniform attention over the exact deviation's.", samples="draws"
+    )
+    output_rescaled_error: float | None = condition(
+        "relative", "Error of the output after the best rescaling of its deviation.", samples="draws"
+    )
+    limit_relative_error: float | None = setting(
+        "relative", "Error of the output with infinitely many directions of fixed norm.", type="number"
+    )
+    output_by_head: str | None = condition(
+        "",
+        "Error, correlation, deviation ratio and rescaled error of each head, means over draws, JSON.",
+        type="text",
     )
     kernel_mse: float | None = error(
         "squared", "Mean squared error of the estimated softmax kernel.", rounding=2

@@ -230,5 +230,3 @@ def single_names(inputs: str) -> tuple[str, ...]:
     """Inverse of `joint_name`. Any other name stands for itself."""
     joint = _SEVERAL.fullmatch(inputs)
     return tuple(f"{joint[1]}(layer={layer})" for layer in joint[2].split(",")) if joint else (inputs,)
-
-

@@ -35,6 +35,9 @@ R = TypeVar("R", bound=Record)
 # Tail probability on either side of a 95 % interval.
 OUTSIDE = 0.025
 
+# Share of the best deviation from uniform attention below which an output is bland.
+_BLAND = 0.9
+
 # Widest interval of a logarithm; beyond, the ratio leaves the range of floats.
 WIDEST = 100.0
 
@@ -330,6 +333,15 @@ def quantile(tail: float, freedom: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if upper_tail(middle, freedom) > tail else (low, middle)
     return high
+
+
+def bland(record: Record) -> bool:
+    """Whether an output deviates from uniform attention by less than 0.9 of its best size.
+
+    The error is smallest at the deviation ratio ρ = c, the correlation; far below it the output is too flat.
+    """
+    c, ratio = record.output_correlation, record.output_deviation_ratio
+    return c is not None and ratio is not None and ratio < _BLAND * c
 
 
 def operations_share(record: Record) -> float | None:

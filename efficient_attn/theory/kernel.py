@@ -7,10 +7,16 @@ leaves the range of float64 long before attention leaves the range of inputs.
 m is `num_directions`, the number of directions ω ~ N(0, I); trigonometric and hyperbolic maps make two
 features of each direction, the positive map one. Errors depend on a pair only through `square`: |x − y|² for
 trigonometric features, |x + y|² for the others.
+
+Directions of fixed norm √d are uniform on a sphere. Their mean E[exp(w·z)] = 0F1(; d/2; d |z|²/4) is smaller
+than exp(|z|²/2): the estimate has less variance and a bias that no number of features removes.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,6 +28,10 @@ Floats = NDArray[np.float64]
 
 # Up to here the power series of `_pair_excess` loses less than two digits to cancellation.
 _SMALL = 1.0
+# Nodes of a quadrature, exact for polynomials of twice their degree: enough for radii up to about 500.
+_NODES = 512
+# Most directions of a crossing of two errors.
+_MOST_DIRECTIONS = 2**40
 # Terms of a series that are summed after each further term is at most half of its predecessor.
 _HALVINGS = 64
 
@@ -62,6 +72,13 @@ def log_oprf_error(z: ArrayLike, *, a: ArrayLike, num_directions: int = 1) -> Fl
     return _log_expm1(np.maximum(moment, 0.0)) - math.log(num_directions)
 
 
+# Kinds of features with a closed form at every pair, by backend.
+KINDS = {
+    "performer-positive": "positive",
+    "performer-hyperbolic": "hyperbolic",
+    "performer-trig": "trigonometric",
+}
+
 # Error by kind of features.
 ERRORS: dict[str, Callable[..., Floats]] = {
     "positive": log_positive_error,
@@ -98,20 +115,115 @@ def log_orthogonal_error(
     half = -square / 2 if kind == "trigonometric" else square / 2
     log_unit = square if kind == "trigonometric" else np.zeros_like(square)
     positive_count("num_directions", num_directions)
-    m = num_directions
-    blocks, rest = divmod(m, head_dim)
-    share = (blocks * head_dim * (head_dim - 1) + rest * (rest - 1)) / m**2
     log_error = np.asarray(ERRORS[kind](square) if log_single is None else log_single, dtype=np.float64)
     exact = np.isneginf(log_error)
     # Divided by ρ₂ − 1, which bounds c − 1 by Cauchy-Schwarz, so that nothing here overflows.
     excess = _pair_excess(half, head_dim)
     ratio = np.where(exact, 0.0, excess * np.exp(np.where(exact, 0.0, log_unit - log_error)))
     with np.errstate(divide="ignore"):
-        return log_error + np.log(np.maximum(1 / m + share * ratio, 0.0))
+        share = _pair_share(num_directions, head_dim)
+        return log_error + np.log(np.maximum(1 / num_directions + share * ratio, 0.0))
+
+
+def log_sphere_mean(radius: ArrayLike, *, head_dim: int) -> Floats:
+    """log E[e^(r u)] for an entry u of a uniform unit vector.
+
+    It is log 0F1(; d/2; r²/4).
+    """
+    places, weights = _sphere_rule(head_dim)
+    radius = np.asarray(radius, dtype=np.float64)
+    return radius + np.log(np.exp(radius[..., None] * (places - 1)) @ weights)
+
+
+def sphere_cosine(radius: ArrayLike, *, head_dim: int) -> Floats:
+    """E[cos(r u)] for an entry u of a uniform unit vector.
+
+    It is 0F1(; d/2; −r²/4).
+    """
+    places, weights = _sphere_rule(head_dim)
+    return np.cos(np.asarray(radius, dtype=np.float64)[..., None] * places) @ weights
+
+
+@lru_cache(maxsize=8)
+def _sphere_rule(head_dim: int) -> tuple[Floats, Floats]:
+    """Nodes and weights of the mean over an entry u of a unit vector, with density ∝ (1 − u²)^((d − 3)/2)."""
+    if head_dim == 1:
+        return np.array([-1.0, 1.0]), np.array([0.5, 0.5])
+    # Each rule has the remaining factor of the density as a polynomial.
+    if head_dim % 2:
+        places, weights = np.polynomial.legendre.leggauss(_NODES)
+        weights = weights * (1 - places**2) ** ((head_dim - 3) // 2)
+    else:
+        places, weights = np.polynomial.chebyshev.chebgauss(_NODES)
+        weights = weights * (1 - places**2) ** ((head_dim - 2) // 2)
+    return places, weights / weights.sum()
+
+
+def fixed_norm_mean(square: ArrayLike, *, kind: str, head_dim: int, length: float = 1.0) -> Floats:
+    """Mean estimate over SM from directions of norm s √d, s = `length`, of any coupling.
+
+    e^(−|z|²/2) 0F1(; d/2; s² d |z|²/4) for z = x + y. Trigonometric features have
+    e^(|Δ|²/2) 0F1(; d/2; −s² d |Δ|²/4) for Δ = x − y, which may be negative.
+    """
+    square = _squares(square)
+    radius = length * np.sqrt(head_dim * square)
+    if kind == "trigonometric":
+        return np.exp(square / 2) * sphere_cosine(radius, head_dim=head_dim)
+    return np.exp(log_sphere_mean(radius, head_dim=head_dim) - square / 2)
+
+
+def log_fixed_norm_error(
+    square: ArrayLike, *, kind: str, num_directions: int, head_dim: int, projection: str = "orthogonal"
+) -> Floats:
+    """log of the error over SM² of directions of norm √d: (ρ₂ − μ²)/m + f (c − μ²) + (μ − 1)².
+
+    μ is `fixed_norm_mean`, ρ₂ = E[X²]/SM² of one direction, c = E[X₁X₂]/SM² of an orthogonal pair, and f the
+    share of such pairs, as in `log_orthogonal_error`. Twice a direction has the norm 2√d, the sum of an
+    orthogonal pair √(2d): both are uniform on a sphere.
+    """
+    square = _squares(square)
+    mean, radius = fixed_norm_mean(square, kind=kind, head_dim=head_dim), np.sqrt(head_dim * square)
+    if kind == "trigonometric":
+        twice, pair = (sphere_cosine(x * radius, head_dim=head_dim) for x in (2.0, math.sqrt(2)))
+        second, pair = np.exp(square) * (1 + twice) / 2, np.exp(square) * pair
+    else:
+        radii = (2.0 * radius, math.sqrt(2) * radius)
+        second, pair = (np.exp(log_sphere_mean(x, head_dim=head_dim) - square) for x in radii)
+    if kind == "hyperbolic":
+        second = (np.exp(-square) + second) / 2
+    share = _pair_share(num_directions, head_dim) if projection == "orthogonal" else 0.0
+    variance = (second - mean**2) / num_directions + share * (pair - mean**2)
+    with np.errstate(divide="ignore"):
+        return np.log(np.maximum(variance, 0.0) + (mean - 1) ** 2)
+
+
+def unbiased_from(square: float, *, kind: str, head_dim: int) -> int:
+    """Number of features from which norms of Gaussian vectors have a smaller error than fixed norms."""
+
+    def nearer(directions: int) -> bool:
+        pair: dict[str, Any] = {"kind": kind, "num_directions": directions, "head_dim": head_dim}
+        return bool(log_orthogonal_error(square, **pair) <= log_fixed_norm_error(square, **pair))
+
+    directions = range(1, _MOST_DIRECTIONS)
+    number = directions[bisect_left(directions, True, key=nearer)]
+    return number if kind == "positive" else 2 * number
+
+
+def _pair_share(num_directions: int, head_dim: int) -> float:
+    """Share of pairs of directions within a block, Σ b(b − 1)/m²."""
+    blocks, rest = divmod(num_directions, head_dim)
+    return (blocks * head_dim * (head_dim - 1) + rest * (rest - 1)) / num_directions**2
 
 
 def log_pair_error(
-    angle: ArrayLike, *, kind: str, projection: str, norm: float, num_features: int, head_dim: int
+    angle: ArrayLike,
+    *,
+    kind: str,
+    projection: str,
+    norm: float,
+    num_features: int,
+    head_dim: int,
+    norms: str = "chi",
 ) -> Floats | None:
     """log of the error over SM² at pairs of equal norm, None without a closed form.
 
@@ -120,15 +232,19 @@ def log_pair_error(
     Args:
         angle: φ in degrees.
         projection: `iid` or `orthogonal`; no other coupling of directions has a closed form.
+        norms: Norms of the directions, `chi` or `fixed`.
     """
     sign = -1 if kind == "trigonometric" else 1
     square = 2 * norm**2 * (1 + sign * np.cos(np.radians(np.asarray(angle, dtype=np.float64))))
     directions = num_features if kind == "positive" else num_features // 2
+    if projection not in ("iid", "orthogonal"):
+        return None
+    coupled: dict[str, Any] = {"kind": kind, "num_directions": directions, "head_dim": head_dim}
+    if norms == "fixed":
+        return log_fixed_norm_error(square, projection=projection, **coupled)
     if projection == "iid":
         return ERRORS[kind](square, num_directions=directions)
-    if projection != "orthogonal":
-        return None
-    return log_orthogonal_error(square, kind=kind, num_directions=directions, head_dim=head_dim)
+    return log_orthogonal_error(square, **coupled)
 
 
 def rare_error(log_single: ArrayLike, *, samples: int) -> Floats:

@@ -116,6 +116,21 @@ def test_a_backend_with_a_compute_dtype_is_held_to_the_rounding_of_this_dtype(na
     assert outcomes == ["kept" if name == "exact" else "not promised", "kept"]
 
 
+def test_directions_of_fixed_norm_are_not_held_to_an_error_that_falls() -> None:
+    built = ea.build("performer-positive", head_dim=4, norms="fixed")
+    (record,) = ea.check(built, only=["more_features_come_nearer_to_softmax"])
+    assert (record.outcome, record.detail) == ("not promised", "Not promised: converges.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["performer-positive", "performer-trig", "performer-oprf", "performer-full"])
+def test_directions_of_fixed_norm_keep_every_other_promise(name) -> None:
+    built = ea.build(name, head_dim=4, norms="fixed")
+    skipped = {*WITHOUT_SHAPE_CHECKS}
+    for record in ea.check(built, only=[check for check in NAMES if check not in skipped]):
+        assert not record.failed, record
+
+
 def test_a_function_fails_nothing_that_it_never_declared() -> None:
     records = {record.check: record for record in ea.check(attend, only=list(UNDECLARED))}
     assert {check: record.outcome for check, record in records.items()} == UNDECLARED

@@ -12,7 +12,7 @@ import efficient_attn as ea
 from efficient_attn.ops.linear.features import DRAWS as DRAWS_OF_DIRECTIONS
 from efficient_attn.ops.linear.features import MAPS, Features, draw_directions, haar_rotations
 from efficient_attn.ops.linear.inputs import ExpKernel, LinearInputs
-from efficient_attn.ops.linear.kernel import Moments, fit_full, fit_oprf, moments
+from efficient_attn.ops.linear.kernel import LENGTHS, Moments, fit_full, fit_oprf, moments
 from efficient_attn.ops.linear.trigonometric import TrigKernel
 from efficient_attn.theory.kernel import ERRORS, log_orthogonal_error
 
@@ -238,3 +238,55 @@ def test_a_model_calibrates_every_backend_on_what_reaches_it():
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     # A model without such backends is not even called.
     ea.calibrate(ea.Encoder(16, 2, "exact", num_layers=1, feed_forward_dim=16), "no tokens")
+
+
+@pytest.mark.parametrize("kind", DRAWS_OF_DIRECTIONS)
+def test_fixed_norms_keep_the_directions_of_the_draw(kind):
+    rows, fixed = (draw_directions(kind, 20, 8, seed=1, norms=norms) for norms in ("chi", "fixed"))
+    torch.testing.assert_close(fixed.norm(dim=-1), torch.full((20,), 8**0.5, dtype=torch.float64))
+    torch.testing.assert_close(torch.nn.functional.normalize(rows), fixed / 8**0.5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@BOTH
+def test_fixed_norms_get_the_length_of_the_largest_correlation_in_each_key_head(name, causal):
+    q, k, v = typical()
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    mask[1, 13:] = False
+    backend = ea.build(name, head_dim=8, num_features=64, causal=causal, norms="fixed").double()
+    backend.calibrate(q, k, v, key_mask=mask)
+    features = backend.core.features
+    lengths = features.factors[:, 0] / (1 - 4 * features.curvatures[:, 0]).sqrt()
+    visible = mask[:, None, None].expand(2, 4, 20, 20)
+    visible = visible & torch.ones(20, 20, dtype=torch.bool).tril() if causal else visible
+    shares = visible.double() / visible.sum(dim=-1, keepdim=True)
+    uniform = shares @ v.masked_fill(~mask[:, None, :, None], 0.0).repeat_interleave(2, dim=1)
+    right = reference_attention(q, k, v, scale=8**-0.5, causal=causal, key_mask=mask) - uniform
+    correlations = []
+    for length in LENGTHS:
+        features.factors = length * (1 - 4 * features.curvatures).sqrt()
+        ours = backend(q, k, v, key_mask=mask) - uniform
+        pairs = [(ours[:, 2 * head :][:, :2], right[:, 2 * head :][:, :2]) for head in range(2)]
+        correlations.append([float((x * y).sum() / x.norm() / y.norm()) for x, y in pairs])
+    best = torch.tensor(correlations).argmax(dim=0)
+    torch.testing.assert_close(lengths, torch.tensor(LENGTHS, dtype=torch.float64)[best])
+    # Saved with the model, and used when a sequence goes on.
+    backend.calibrate(q, k, v, key_mask=mask)
+    again = ea.build(name, head_dim=8, num_features=64, causal=causal, norms="fixed").double()
+    again.load_state_dict(backend.state_dict())
+    assert torch.equal(again(q, k, v), backend(q, k, v))
+    if causal:
+        state, parts = None, []
+        for start in range(20):
+            part, state = backend.extend(*(x[:, :, start : start + 1] for x in (q, k, v)), state)
+            parts.append(part)
+        torch.testing.assert_close(torch.cat(parts, dim=2), backend(q, k, v), rtol=1e-9, atol=1e-9)
+
+
+def test_without_values_the_length_is_fitted_on_random_ones():
+    q, k, v = typical()
+    backend = calibrated("performer-full", q, k, norms="fixed")
+    random = torch.randn(k.shape, generator=torch.Generator().manual_seed(0)).double()
+    with_values = ea.build("performer-full", head_dim=8, num_features=64, norms="fixed").double()
+    with_values.calibrate(q, k, random)
+    assert torch.equal(backend(q, k, v), with_values(q, k, v))

@@ -11,6 +11,7 @@ from efficient_attn.measure import accuracy
 from efficient_attn.measure.error import read_shares
 from efficient_attn.measure.inputs import gaussian
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
+from efficient_attn.stats.estimates import bland
 from efficient_attn.studies.mse.view import panels
 
 SMALL = {"inputs": "gaussian", "seq_lens": 24, "head_dim": 4, "norms": (0.5,), "sizes": (4, 8), "draws": 3}
@@ -117,3 +118,51 @@ def test_records_tables_and_plots_hold_the_metric():
     assert all(r.output_mse is not None and r.output_relative_error is None for r in results.records)
     title = results.tables()[0].title.partition(":")[0]
     assert results.plot().get_ylabel().replace("\n", " ") == title == "MSE of the output"
+
+
+def shrunk(name, share):
+    """An output that deviates from uniform attention by a share of the backend's deviation."""
+
+    def attend(q, k, v):
+        backend = ea.build(name, head_dim=q.shape[-1])
+        uniform = v.mean(dim=2, keepdim=True)
+        return uniform + share * (backend(q, k, v) - uniform)
+
+    attend.__name__ = f"{name}_times_{share:g}".replace("-", "_").replace(".", "")
+    return attend
+
+
+def test_a_shrunk_output_errs_less_keeps_its_correlation_and_is_called_bland():
+    variants = [shrunk("performer-positive", share) for share in (0.7, 0.5)]
+    names = ["performer-positive", "linformer", *variants, shrunk("exact", 0.7)]
+    results = ea.mse(names, inputs="encoder", layers=[5], sizes=(256,), draws=1, column="corr")
+    positive, _, shorter, flat, exact = measured_in(results)
+    for record in (shorter, flat):
+        assert record.output_relative_error < positive.output_relative_error
+        assert record.output_correlation == pytest.approx(positive.output_correlation, rel=1e-4)
+    assert [bland(r) for r in (positive, shorter, flat, exact)] == [False, False, True, True]
+    assert exact.output_correlation == pytest.approx(1.0)
+    table = next(table for table in results.tables() if not table.detail)
+    # Best by correlation, although it is far from exact.
+    rows = [row[0] for row in table.rows]
+    assert (rows.index(exact.case.label), len(table.columns) - 1) in table.best
+    details = next(table for table in results.tables() if table.detail)
+    found = {row[0] for row in details.rows if row[-1] == "bland"}
+    assert {flat.case.label, exact.case.label} <= found and not found & {
+        positive.case.label,
+        shorter.case.label,
+    }
+
+
+@pytest.mark.parametrize(("sizes", "words"), [((4, 16), "beyond 16"), ((16, 1024), "from 1024")])
+def test_the_size_from_which_unbiased_features_are_nearer_is_named(sizes, words):
+    options = {"performer-positive": {"norms": ["chi", "fixed"]}}
+    setting = {**SMALL, "sizes": sizes, "draws": 12}
+    results = ea.mse(["performer-positive"], **setting, options=options)
+    (panel,) = panels(results.records, "output_relative_error")
+    nearer = [chi.value < fixed.value for chi, fixed in zip(*panel.curves.values(), strict=True)]
+    assert nearer == [False, "from" in words]
+    sentence = (
+        f"norms=chi is nearer than performer-positive(norms=fixed) {words} features on gaussian, norm 0.5."
+    )
+    assert sentence in results.sentences()

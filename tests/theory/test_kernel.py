@@ -4,10 +4,19 @@ import math
 
 import numpy as np
 import pytest
-from scipy.special import roots_jacobi, roots_legendre
+from scipy.special import hyp0f1, roots_jacobi, roots_legendre
 
 from efficient_attn.errors import OptionError, UnknownNameError
-from efficient_attn.theory.kernel import ERRORS, log_oprf_error, log_orthogonal_error, rare_error
+from efficient_attn.ops.linear.features import draw_directions
+from efficient_attn.theory.kernel import (
+    ERRORS,
+    fixed_norm_mean,
+    log_fixed_norm_error,
+    log_oprf_error,
+    log_orthogonal_error,
+    rare_error,
+    unbiased_from,
+)
 
 log_positive_error = ERRORS["positive"]
 
@@ -124,6 +133,41 @@ def test_every_error_is_a_number_from_zero_to_lengths_that_overflow(kind):
         errors.append(log_orthogonal_error(squares, kind=kind, num_directions=2, head_dim=head_dim))
     for error in errors:
         assert error[0] == -np.inf and np.isfinite(error[1:]).all()
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 3, 16, 33])
+def test_the_mean_of_directions_of_fixed_norm_is_the_series(head_dim):
+    squares, length = np.array([0.0, 0.3, 4.0, 20.0]), 0.8
+    argument = length**2 * head_dim * squares / 4
+    for sign, kind in ((1, "positive"), (1, "hyperbolic"), (-1, "trigonometric")):
+        expected = np.exp(-sign * squares / 2) * hyp0f1(head_dim / 2, sign * argument)
+        mean = fixed_norm_mean(squares, kind=kind, head_dim=head_dim, length=length)
+        # The sum of cosines keeps 16 digits of one.
+        np.testing.assert_allclose(mean, expected, rtol=1e-11, atol=1e-14 * np.exp(squares[-1] / 2))
+
+
+@pytest.mark.parametrize("projection", ["iid", "orthogonal"])
+@pytest.mark.parametrize("kind", ESTIMATES)
+def test_errors_of_directions_of_fixed_norm_are_measured_ones(kind, projection):
+    head_dim, square, draws = 8, 3.0, 4000
+    for directions in (1, 12):
+        estimates = []
+        for seed in range(draws):
+            rows = draw_directions(projection, directions, head_dim, seed=seed, norms="fixed")
+            estimates.append(ESTIMATES[kind](rows[:, 0].numpy() * math.sqrt(square), square).mean())
+        mean = fixed_norm_mean(square, kind=kind, head_dim=head_dim)
+        errors = (np.array(estimates) - 1) ** 2
+        sizes = {"num_directions": directions, "head_dim": head_dim, "projection": projection}
+        error = np.exp(log_fixed_norm_error(square, kind=kind, **sizes))
+        for values, expected in ((np.array(estimates), mean), (errors, error)):
+            assert abs(values.mean() - expected) < 4 * values.std() / math.sqrt(draws)
+
+
+def test_fixed_norms_have_the_smaller_error_below_the_number_of_features_where_both_are_equal():
+    number = unbiased_from(4.0, kind="hyperbolic", head_dim=16)
+    for features, nearer in ((number, True), (number - 2, False)):
+        pair = {"kind": "hyperbolic", "num_directions": features // 2, "head_dim": 16}
+        assert (log_orthogonal_error(4.0, **pair) <= log_fixed_norm_error(4.0, **pair)) == nearer
 
 
 @pytest.mark.parametrize(

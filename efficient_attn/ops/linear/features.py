@@ -3,7 +3,7 @@
 The interface to linear attention is one value: features with a separate logarithmic scale,
 feature = values · exp(log_scale). Each map has a pullback, so that a backward pass can recompute
 the features of a chunk instead of storing the features of all tokens. Each direction w has the marginal
-distribution N(0, I).
+distribution N(0, I), or the fixed norm √head_dim.
 """
 
 import math
@@ -311,6 +311,18 @@ DRAWS: dict[str, Callable[[int, int, Generator], Tensor]] = {
 }
 
 
-def draw_directions(kind: str, num_directions: int, head_dim: int, *, seed: int) -> Tensor:
-    """Directions of a named distribution. A seed gives the same float64 rows on every device."""
-    return DRAWS[kind](num_directions, head_dim, Generator().manual_seed(seed))
+# Norms of directions: of a Gaussian vector, or √head_dim.
+NORMS = ("chi", "fixed")
+
+
+def draw_directions(
+    kind: str, num_directions: int, head_dim: int, *, seed: int, norms: str = "chi"
+) -> Tensor:
+    """Directions of a named distribution. A seed gives the same float64 rows on every device.
+
+    Fixed norms are the regularised kernel of Choromanski et al. (2021), section 2.4: less variance, a bias.
+    """
+    rows = DRAWS[kind](num_directions, head_dim, Generator().manual_seed(seed))
+    if norms == "chi":
+        return rows
+    return rows * (math.sqrt(head_dim) / rows.norm(dim=-1, keepdim=True))

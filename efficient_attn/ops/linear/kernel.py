@@ -13,9 +13,10 @@ Features (NeurIPS 2023).
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import float64_device
+from efficient_attn.ops.dtypes import float64_device, upcast, zero_masked
 from efficient_attn.ops.linear.causal import causal_linear_attention
 from efficient_attn.ops.linear.full import full_linear_attention
 from efficient_attn.ops.linear.inputs import LinearInputs
@@ -24,6 +25,10 @@ from efficient_attn.ops.linear.state import finite
 # Maps whose inner products estimate exp(x·y); other maps estimate another kernel.
 SOFTMAX_KERNELS = ("positive", "hyperbolic", "trigonometric", "taylor-1", "taylor-2")
 _ALL = slice(None)
+
+# Lengths of directions over √head_dim that a calibration compares, and the most queries that it compares.
+LENGTHS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+_QUERIES = 256
 
 
 def kernel_ratios(inputs: LinearInputs) -> Tensor:
@@ -73,12 +78,14 @@ class Fit(NamedTuple):
 
     Attributes:
         curvatures: a, [kv_heads head_dim].
+        factors: Factors on w_l x'_l, √(1 − 4a) times the length of the directions, [kv_heads head_dim].
         query_transform: T, [kv_heads head_dim head_dim]; zero heads without a transform.
         key_transform: T^(−T), of the same shape.
         shift: c, subtracted from the keys, [kv_heads head_dim]; zero heads without a shift.
     """
 
     curvatures: Tensor
+    factors: Tensor
     query_transform: Tensor
     key_transform: Tensor
     shift: Tensor
@@ -103,9 +110,9 @@ def fit_oprf(x: Moments, y: Moments) -> Fit:
     heads, head_dim = x.mean.shape
     squares = (m.second.diagonal(dim1=-2, dim2=-1).sum(dim=-1) for m in (x, y))
     together = sum(squares, 2 * (x.mean * y.mean).sum(dim=-1))
-    curvatures = optimal_curvatures(together / head_dim).unsqueeze(-1).expand(heads, head_dim)
-    none = curvatures.new_empty(0, head_dim, head_dim)
-    return Fit(curvatures.contiguous(), none, none.clone(), curvatures.new_empty(0, head_dim))
+    a = optimal_curvatures(together / head_dim).unsqueeze(-1).expand(heads, head_dim)
+    none = a.new_empty(0, head_dim, head_dim)
+    return Fit(a.contiguous(), (1 - 4 * a).sqrt(), none, none.clone(), a.new_empty(0, head_dim))
 
 
 def fit_full(x: Moments, y: Moments) -> Fit:
@@ -124,7 +131,8 @@ def fit_full(x: Moments, y: Moments) -> Fit:
     query_transform = s.sqrt().unsqueeze(-1) * (u.mT @ inverse_root)
     key_transform = (u.mT @ root) / s.sqrt().unsqueeze(-1)
     shift = y.mean + (query_transform.mT @ query_transform @ x.mean.unsqueeze(-1)).squeeze(-1)
-    return Fit(optimal_curvatures(2 * s), query_transform, key_transform, shift)
+    a = optimal_curvatures(2 * s)
+    return Fit(a, (1 - 4 * a).sqrt(), query_transform, key_transform, shift)
 
 
 def _covariance(of: Moments) -> Tensor:
@@ -140,3 +148,43 @@ def _covariance(of: Moments) -> Tensor:
     square = torch.where(square > 0, square, 1.0)[:, None, None]
     identity = torch.eye(head_dim, dtype=outer.dtype, device=outer.device)
     return (of.num_vectors * (of.second - outer) + square * identity) / (of.num_vectors + 1)
+
+
+class DeviationSample(NamedTuple):
+    """Deviations of exact attention from uniform attention at some queries.
+
+    Attributes:
+        rows: Positions of the queries, evenly spaced, [rows].
+        uniform: Mean of the values that each query sees, [batch heads rows value_dim].
+        exact: Softmax attention less the mean, of the same shape.
+        kv_heads: Number of key heads.
+    """
+
+    rows: Tensor
+    uniform: Tensor
+    exact: Tensor
+    kv_heads: int
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, scale: float, causal: bool
+    ) -> "DeviationSample":
+        """The deviations of a sample of queries, keys and values."""
+        q, k, v = map(upcast, (q, zero_masked(k, key_mask), zero_masked(v, key_mask)))
+        rows = torch.linspace(0, q.shape[2] - 1, min(q.shape[2], _QUERIES), device=q.device).round().long()
+        visible = None if key_mask is None else key_mask[:, None, None, :]
+        if causal:
+            past = torch.arange(k.shape[2], device=q.device) <= rows[:, None] + k.shape[2] - q.shape[2]
+            visible = past if visible is None else past & visible
+        queries = q[:, :, rows]
+        uniform, exact = (
+            F.scaled_dot_product_attention(x, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+            for x in (torch.zeros_like(queries), queries)
+        )
+        return cls(rows, uniform, exact - uniform, k.shape[1])
+
+    def correlation(self, out: Tensor) -> Tensor:
+        """Cosine of the deviations of an output with the exact ones, [kv_heads]. Without any it is −1."""
+        deviation = upcast(out[:, :, self.rows]) - self.uniform
+        ours, right = (x.transpose(0, 1).reshape(self.kv_heads, -1) for x in (deviation, self.exact))
+        return torch.nan_to_num(F.cosine_similarity(ours, right, eps=0.0), nan=-1.0)

@@ -34,7 +34,7 @@ _LENGTHS = (512, 1024, 2048, 4096)
 _NUM_HEADS, _HEAD_DIM = 8, 64
 
 # What the fifth column of the table may show.
-COLUMNS = ("time", "mse", "keys", "state", "weights")
+COLUMNS = ("time", "mse", "corr", "keys", "state", "weights")
 
 # Models whose shapes are timed and on whose layers errors are measured by default.
 _ENCODER, _DECODER = "encoder", "decoder"

@@ -17,7 +17,16 @@ from efficient_attn.measure.variants import (
     single_names,
 )
 from efficient_attn.runs.store import over_budget
-from efficient_attn.stats.estimates import OPEN, Typical, by_subject, call_time, curves, grouped, middle
+from efficient_attn.stats.estimates import (
+    OPEN,
+    Typical,
+    bland,
+    by_subject,
+    call_time,
+    curves,
+    grouped,
+    middle,
+)
 from efficient_attn.stats.predicted_time import extrapolated
 from efficient_attn.stats.speeds import speed_ups
 
@@ -41,6 +50,8 @@ class Error(NamedTuple):
     Attributes:
         low, high: Range over several layers, or on a single one the 95 % interval over draws.
         mse: Mean squared error on the layer where that is largest.
+        correlation: Correlation with exact attention on the layer where that is smallest, None if undefined.
+        bland: Whether the output deviates too little from uniform attention on any layer.
         keys: Share of the visible keys that are read one by one, None if none are.
     """
 
@@ -49,6 +60,8 @@ class Error(NamedTuple):
     high: float
     layers: int
     mse: float | None
+    correlation: float | None
+    bland: bool
     keys: float | None
 
     @property
@@ -264,10 +277,19 @@ def _error(records: Sequence[Record], layers: int) -> Error | None:
     draws = records[0].measured.get("output_relative_error_draws")
     if layers == 1 and draws:
         _, low, high, _ = middle(draws)
-    mses = _medians(records, "output_mse")
+    mses, correlations = (_medians(records, name) for name in ("output_mse", "output_correlation"))
     # Exact attention reads all keys by its name.
     keys = [r.density for r in records if r.density is not None and r.case.backend != YARDSTICK]
-    return Error(max(values), low, high, layers, max(mses, default=None), max(keys, default=None))
+    return Error(
+        worst=max(values),
+        low=low,
+        high=high,
+        layers=layers,
+        mse=max(mses, default=None),
+        correlation=min(correlations, default=None),
+        bland=any(map(bland, records)),
+        keys=max(keys, default=None),
+    )
 
 
 def _medians(records: Sequence[Record], quantity: str) -> list[float]:

@@ -104,7 +104,11 @@ def _comparison_table(comparison: Comparison, run: Run[Settled]) -> Table:
     exact = [row.label for row in shown if row.is_exact or row.label in reading]
     references = [row.label for row in shown if row.backend in REFERENCES]
     table = Table(heading_of(comparison, run), ("backend", *columns), rows, notes).compared(
-        errors=[error], speeds=[speed], costs=[memory], skip=[*exact, *references]
+        errors=[error],
+        scores=[further] if column == "corr" else [],
+        speeds=[speed],
+        costs=[memory],
+        skip=[*exact, *references],
     )
     grey = [(n, place) for n, row in enumerate(rows) if row[0] in references for place in range(len(row))]
     return table._replace(worse=tuple(dict.fromkeys((*table.worse, *grey))))
@@ -134,6 +138,7 @@ def _doubt(comparison: Comparison, rounds: int) -> str:
 _FURTHER = {
     "time": "ms, {longest} tokens",
     "mse": "MSE, {errors} tokens",
+    "corr": "correlation, {errors} tokens",
     "keys": "keys read, {errors} tokens",
     "state": "state, KiB",
     "weights": "weights, KiB",
@@ -148,6 +153,8 @@ def _further(column: str, row: Row, errors_at: int, longest: int) -> str:
         return NOT_MEASURED if timed is None else show_spread(*call_time(timed)[:3], unit=_MILLISECOND)
     if column == "mse":
         return NOT_MEASURED if error is None or error.mse is None else show_error(error.mse)
+    if column == "corr":
+        return NOT_MEASURED if error is None or error.correlation is None else f"{error.correlation:.2f}"
     if column == "keys":
         return NOT_MEASURED if error is None or error.keys is None else f"{100 * error.keys:.2g} %"
     size = getattr(row, f"{column}_bytes")

@@ -116,6 +116,8 @@ def _in_words(row: Row) -> str:
     if row.speed is not None:
         mark = "" if row.speed.samples else "~"
         parts.append(f"{mark}{brief(show_ratio(row.speed))} at {max(row.speeds)} tokens")
+    if any(error.bland for error in row.errors.values()):
+        parts.append("bland")
     if (start := brief(start_cell(row)))[:1].isdigit():
         parts.append(f"faster from {start}")
     return f"{row.label} ({', '.join(parts)})"

@@ -11,14 +11,14 @@ from typing import Any
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.measure.units import parse_names, parse_sizes
 from efficient_attn.measure.variants import Variant, select, sized
-from efficient_attn.options import SEED, option
+from efficient_attn.options import SEED, one_of, option
 from efficient_attn.problem import positive_count
 from efficient_attn.runs import shared_options as shared
 from efficient_attn.runs.study import Point, Points, Settled, Study
 from efficient_attn.runs.workload import Workload, settle
 
 # Options without an effect on an error.
-_NOT_OF = {"output": ("angles",), "kernel": ("inputs", "metric", "seq_lens", "layers")}
+_NOT_OF = {"output": ("angles",), "kernel": ("inputs", "metric", "column", "seq_lens", "layers")}
 
 # Operations of the metric per token and entry of a head, in the unit of a backend's own count.
 _METRIC = 100
@@ -26,8 +26,8 @@ _METRIC = 100
 # Sizes of an output's error; kernel entries have sizes of their own.
 _SIZES = (16, 32, 64, 128, 256, 512, 1024)
 
-# Random features whose errors at kernel entries have a closed form without calibration.
-_FEATURES = ("performer-positive", "performer-hyperbolic", "performer-trig")
+# Further variants of outputs where no backend is named.
+_FIXED_NORMS = {name: {"norms": ["fixed"]} for name in ("performer-positive", "performer-full")}
 
 # Settings of figures of Choromanski et al. 2021, with fewer norms and angles.
 _MAPS = ("performer-trig", "performer-positive")
@@ -82,6 +82,7 @@ class Mse(Study):
     sizes: shared.Sizes | None = shared.sizes(None, "16:1024:x2, with --of kernel 64,256,")
     of: str = option("output", "Error of the output, or of kernel entries.", metavar="output|kernel")
     metric: str = option("relative", "Error of the output: relative or mse.", metavar="NAME")
+    column: str = option("mse", "Last column of the table: mse or corr.", metavar="mse|corr", free=True)
     norms: Sequence[float] = option(
         (0.5, 1.0),
         "Std of Gaussian q and k; with --of kernel the norm of x and y.",
@@ -117,6 +118,7 @@ class Mse(Study):
         if self.of not in _NOT_OF:
             raise OptionError(f"of is output or kernel, not {self.of!r}.")
         self.refuse(*_NOT_OF[self.of], reason=f"on the error of the {self.of}; leave it out")
+        one_of("column", self.column, ("mse", "corr"))
         if self.draws is not None:
             positive_count("draws", self.draws)
         if self.sizes is not None:
@@ -140,6 +142,7 @@ class Mse(Study):
         from efficient_attn.measure.accuracy import DRAWS, MEAN, METRICS, at_sizes
         from efficient_attn.measure.inputs import subjects
         from efficient_attn.studies.mse import kernel
+        from efficient_attn.theory.kernel import KINDS
 
         if self.metric not in METRICS:
             raise UnknownNameError("metric", self.metric, METRICS)
@@ -147,7 +150,9 @@ class Mse(Study):
         usual, usual_sizes = (kernel.DRAWS, kernel.SIZES) if entries else (DRAWS, _SIZES)
         sizes = parse_sizes(usual_sizes if self.sizes is None else self.sizes, name="sizes")
         lengths = parse_sizes(self.seq_lens, name="seq_lens")
-        variants = select(self.backends, self.options, usual=_FEATURES if entries else None)
+        variants = select(self.backends, self.options, usual=[*KINDS] if entries else None)
+        if self.backends is None and not self.options and not entries:
+            variants += select([*_FIXED_NORMS], _FIXED_NORMS)
         threads = settle(Workload(device="cpu", threads=self.threads), timed=False).threads
         question: dict[str, Any] = {"draws": self.draws or usual, "threads": threads}
         point: Callable[..., Point]

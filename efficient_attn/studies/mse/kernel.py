@@ -19,7 +19,13 @@ from efficient_attn.measure.variants import Variant, sized
 from efficient_attn.ops.linear.features import haar_rotations
 from efficient_attn.problem import positive_count
 from efficient_attn.runs.study import Point
-from efficient_attn.theory.kernel import ERRORS, log_oprf_error, log_orthogonal_error, rare_error
+from efficient_attn.theory.kernel import (
+    ERRORS,
+    log_fixed_norm_error,
+    log_oprf_error,
+    log_orthogonal_error,
+    rare_error,
+)
 
 # Draws of kernel entries, which are cheap and scatter; pairs of one norm and angle, in random directions.
 DRAWS, PAIRS = 64, 64
@@ -97,6 +103,11 @@ def _theory(backend: Any, q: torch.Tensor, k: torch.Tensor, draws: int) -> tuple
     # Cosines are bounded.
     bounded = random.kind == "trigonometric"
     rare = 0.0 if bounded else float(rare_error(single.mean(), samples=m * draws))
+    if random.norms == "fixed":
+        if a is not None or projection not in ("iid", "orthogonal"):
+            return None, rare
+        fixed = {"kind": random.kind, "num_directions": m, "head_dim": z.shape[1]}
+        return float(np.exp(log_fixed_norm_error(square, projection=projection, **fixed)).mean()), rare
     if projection == "iid":
         return float(np.exp(single).mean()) / m, rare
     if projection != "orthogonal" or (a is not None and np.ptp(a) > 0):

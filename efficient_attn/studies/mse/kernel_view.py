@@ -16,7 +16,7 @@ from efficient_attn.report.table import PREDICTED, Table
 from efficient_attn.report.text import show_error
 from efficient_attn.runs.store import over_budget
 from efficient_attn.stats.estimates import grouped
-from efficient_attn.theory.kernel import log_pair_error
+from efficient_attn.theory.kernel import KINDS, log_pair_error
 
 # A 95 % interval of a mean, in standard errors; further from theory than `_SURE` is no chance.
 WIDE, _SURE = 1.96, 4.0
@@ -24,12 +24,6 @@ WIDE, _SURE = 1.96, 4.0
 _EXACT = 1e-20
 
 _PAIR = re.compile(r"pair\(norm=(.+), angle=(.+)\)")
-# Features with a closed form at every angle, by backend.
-_KINDS = {
-    "performer-positive": "positive",
-    "performer-hyperbolic": "hyperbolic",
-    "performer-trig": "trigonometric",
-}
 _ANGLES = Axis("angle between query and key", show="{:g}°".format, ticks=(0, 60, 120, 180), limits=(0, 180))
 _SIZES = Axis("number of features", "log2", "{:.0f}".format)
 # Angles of a line of theory, without the two at which an error is 0.
@@ -218,10 +212,12 @@ def _chart(entries: Sequence[Entry], styles: dict[str, dict[str, Any]]) -> Chart
 def _theory(line: Sequence[Entry], across: str) -> tuple[list[float], list[float | None]]:
     """Places and errors of the closed form: at every angle where features are not calibrated."""
     case, entry = line[0].record.case, line[0]
-    kind, projection = _KINDS.get(case.backend), str(case.options.get("projection"))
+    kind, projection = KINDS.get(case.backend), str(case.options.get("projection"))
+    norms = str(case.options.get("norms", "chi"))
     if across == "angle" and kind is not None:
         pair: dict[str, Any] = {"kind": kind, "norm": entry.norm, "head_dim": case.head_dim}
-        curve = log_pair_error(_SMOOTH, projection=projection, num_features=entry.size, **pair)
+        pair |= {"projection": projection, "norms": norms, "num_features": entry.size}
+        curve = log_pair_error(_SMOOTH, **pair)
         if curve is not None:
             return _SMOOTH.tolist(), np.exp(curve).tolist()
     return [getattr(entry, across) for entry in line], [entry.expected for entry in line]

@@ -1,5 +1,6 @@
 """Errors of outputs over the size of the approximation: curves as tables, in sentences and as plots."""
 
+import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,15 +13,18 @@ from efficient_attn.report.table import NOT_MEASURED, Table
 from efficient_attn.report.text import show_error
 from efficient_attn.runs.store import over_budget
 from efficient_attn.runs.study import Run, Settled
-from efficient_attn.stats.estimates import FEWEST_FOR_95, grouped, middle, operations_share
+from efficient_attn.stats.estimates import FEWEST_FOR_95, bland, grouped, middle, operations_share
 from efficient_attn.studies.mse import kernel_view
 
 RELATIVE, SQUARED = "output_relative_error", "output_mse"
+CORRELATION, RATIO, RESCALED = "output_correlation", "output_deviation_ratio", "output_rescaled_error"
 NAMES = {
     RELATIVE: "Relative output error, √(MSE / mean square)",
     SQUARED: "MSE of the output",
 }
 
+# Headings of the last column by its option.
+_COLUMNS = {"mse": "MSE", "corr": "correlation"}
 # Errors below this share of uniform attention's are rounding.
 _ROUNDING = 1e-4
 # Smaller errors are shown with an exponent.
@@ -29,6 +33,8 @@ _EXPONENT = 1e-3
 _DECADES, _MARGIN = 1e6, 1.5
 # Points on the edges of an axis: exact from there on, and beyond the axis.
 _EXACT_MARK = {"marker": "o", "markersize": 7, "fillstyle": "none", "linestyle": "none", "clip_on": False}
+# Limit of features with a bias.
+_LIMIT: dict[str, Any] = {"marker": "", "linestyle": ":", "linewidth": 1.0}
 _BEYOND_MARK = {"marker": "^", "markersize": 7, "linestyle": "none", "clip_on": False}
 
 
@@ -128,25 +134,27 @@ def tables(records: Sequence[Record], run: Run[Settled]) -> list[Table]:
     """Errors by size, one table per input that the budget reached."""
     quantity = quantity_in(records)
     shown = panels(records, quantity)
-    outputs = [_table(x, quantity) for x in shown if x.curves or not all(map(over_budget, x.failed))]
+    column = run.study.column
+    outputs = [_table(x, quantity, column) for x in shown if x.curves or not all(map(over_budget, x.failed))]
+    outputs += [table for table in map(_deviation_table, shown) if table.rows]
     return [*outputs, *kernel_view.tables([r for r in records if r.case.of == "kernel"])]
 
 
-def _table(panel: Panel, quantity: str) -> Table:
+def _table(panel: Panel, quantity: str, column: str) -> Table:
     sizes = _even({point.size for point in panel.points if point.size is not None})
     odd = {label for label, curve in panel.curves.items() for x in curve if (x.size or 0) - 1 in sizes}
     fixed = any(point.size is None for point in panel.points)
     places = [None, *sizes] if fixed else sizes
     rows = [
-        (label, *(_cell(curve, size) for size in places), _squared(curve[-1].record))
+        (label, *(_cell(curve, size) for size in places), _last(curve[-1].record, column))
         for label, curve in panel.curves.items()
     ]
     if panel.uniform is not None:
         # It has no size.
         errors = [show_error(panel.uniform.value)] * len(places)
-        rows.insert(0, (UNIFORM_ATTENTION, *errors, _squared(panel.uniform.record)))
-    heads = [*(["fixed"] if fixed else []), *map(str, sizes), "MSE, largest size"]
-    if quantity == SQUARED:
+        rows.insert(0, (UNIFORM_ATTENTION, *errors, _last(panel.uniform.record, column)))
+    heads = [*(["fixed"] if fixed else []), *map(str, sizes), f"{_COLUMNS[column]}, largest size"]
+    if quantity == SQUARED and column == "mse":
         heads.pop()
         rows = [row[:-1] for row in rows]
     meaning = interval(panel.points)
@@ -158,7 +166,9 @@ def _table(panel: Panel, quantity: str) -> Table:
         *text.failure_notes(panel.failed),
     )
     title = f"{NAMES[quantity]}: {text.describe(panel.inputs)}; {panel.shape}"
-    return Table(title, ("backend", *heads), tuple(rows), notes).compared(errors=heads)
+    table = Table(title, ("backend", *heads), tuple(rows), notes)
+    *errors, last = heads
+    return table.compared(errors=heads) if column == "mse" else table.compared(errors=errors, scores=[last])
 
 
 def _size_words(points: Curve) -> str:
@@ -185,11 +195,33 @@ def _cell(curve: Curve, size: int | None) -> str:
     return f"{small if 0 < point.value < _EXPONENT else value}{tab}{words}"
 
 
-def _squared(record: Record) -> str:
-    """Mean squared error, median over draws."""
-    if record.output_mse is None:
+def _last(record: Record, column: str) -> str:
+    """Cell of the last column, median over draws."""
+    quantity = CORRELATION if column == "corr" else SQUARED
+    if getattr(record, quantity) is None:
         return NOT_MEASURED
-    return show_error(_point(record, SQUARED).value)
+    value = _point(record, quantity).value
+    return f"{value:.2f}" if column == "corr" else show_error(value)
+
+
+def _deviation_table(panel: Panel) -> Table:
+    """Error, correlation c, deviation ratio ρ and rescaled error at the largest size, with heads."""
+    rows = []
+    for label, curve in panel.curves.items():
+        record = curve[-1].record
+        if record.output_correlation is None:
+            continue
+        cells = [show_error(_point(record, name).value) for name in (RELATIVE, CORRELATION, RATIO, RESCALED)]
+        heads = [c for _, c, *_ in json.loads(record.output_by_head or "[]") if c is not None]
+        spread = f"{min(heads):.2f} to {max(heads):.2f}" if heads else NOT_MEASURED
+        rows.append((label, str(curve[-1].size or ""), *cells, spread, "bland" if bland(record) else ""))
+    title = f"Deviation from uniform attention: {text.describe(panel.inputs)}; {panel.shape}"
+    columns = ("backend", "size", "error", "correlation c", "ratio ρ", "error, rescaled", "c of heads", "")
+    note = (
+        "c: cosine of the deviations of output and exact output from uniform attention; ρ: ratio of their "
+        "norms; rescaled: the error at ρ = c. Bland: ρ < 0.9 c."
+    )
+    return Table(title, columns, tuple(rows), (note,), detail=True)
 
 
 def sentences(records: Sequence[Record], run: Run[Settled]) -> list[str]:
@@ -197,6 +229,7 @@ def sentences(records: Sequence[Record], run: Run[Settled]) -> list[str]:
     shown = panels(records, quantity_in(records))
     real = [panel for panel in shown if not panel.inputs.startswith("gaussian")]
     texts = _useful(real) if real else _smallest(shown)
+    texts += _unbiased_from(shown)
     texts += kernel_view.agreement([record for record in records if record.case.of == "kernel"])
     points = Counter(text.describe(record.case.inputs) for record in records)
     skipped = Counter(text.describe(record.case.inputs) for record in records if over_budget(record))
@@ -215,6 +248,7 @@ def _smallest(shown: Sequence[Panel]) -> list[str]:
             label, point = min(last.items(), key=lambda item: item[1].value)
             ratio = point.value / panel.uniform.value if panel.uniform else None
             beside = "" if ratio is None else f", {text.two_digits(ratio)}× uniform attention's"
+            beside += ", bland" if bland(point.record) else ""
             inputs = text.describe(panel.inputs)
             texts.append(f"{inputs}: {label} at {point.size} ({show_error(point.value)}{beside})")
     return [f"Smallest error. {'; '.join(texts)}."] if texts else []
@@ -236,6 +270,32 @@ def _useful(shown: Sequence[Panel]) -> list[str]:
     if not texts:
         return ["No backend beats uniform attention on every input with fewer operations than exact."]
     return [f"Below uniform attention everywhere, with fewer operations than exact: {', '.join(texts)}."]
+
+
+def _unbiased_from(shown: Sequence[Panel]) -> list[str]:
+    """Size from which norms of Gaussian vectors have a smaller error than fixed norms, input by input."""
+    places: dict[str, list[str]] = {}
+    for panel in shown:
+        unbiased = {_without_norms(x.record): x.value for x in panel.points if not _has_fixed_norms(x.record)}
+        for label, curve in panel.curves.items():
+            twins = {_without_norms(point.record): point for point in curve if _has_fixed_norms(point.record)}
+            pairs = [(point.size, unbiased[x] < point.value) for x, point in twins.items() if x in unbiased]
+            if not pairs:
+                continue
+            last = max((number for number, (_, nearer) in enumerate(pairs) if not nearer), default=-1)
+            place = f"beyond {pairs[-1][0]}" if last + 1 == len(pairs) else f"from {pairs[last + 1][0]}"
+            places.setdefault(label, []).append(f"{place} features on {text.describe(panel.inputs)}")
+    return [f"norms=chi is nearer than {label} {'; '.join(x)}." for label, x in places.items()]
+
+
+def _has_fixed_norms(record: Record) -> bool:
+    return record.case.options.get("norms") == "fixed"
+
+
+def _without_norms(record: Record) -> str:
+    """Backend and options but the norms of random directions."""
+    options = {name: value for name, value in record.case.options.items() if name != "norms"}
+    return json.dumps([record.case.backend, options], sort_keys=True)
 
 
 def below_from(curve: Curve, uniform: float) -> int | None:
@@ -271,6 +331,8 @@ def plots(records: Sequence[Record], run: Run[Settled]) -> dict[str, Plot]:
     styles_drawn = [line.style for chart in charts for line in chart.series]
     if any(style.items() >= _EXACT_MARK.items() for style in styles_drawn):
         parts.append("circle on the lower edge: exact from there on")
+    if any(style.items() >= _LIMIT.items() for style in styles_drawn):
+        parts.append("dotted: infinitely many features")
     if any(style.items() >= _BEYOND_MARK.items() for style in styles_drawn):
         parts.append("arrow: beyond the axis")
     rows = in_rows(charts, 1 if len(shown) == 1 else 2)
@@ -305,6 +367,8 @@ def _chart(
     for label, curve in panel.curves.items():
         if curve[0].size is None and limits[0] < curve[0].value < limits[1]:
             series.append(Series(label, (), (curve[0].value,), {**styles[label], "marker": ""}))
+        if (limit := curve[-1].record.limit_relative_error) is not None and quantity == RELATIVE:
+            series.append(Series("", (), (limit,), {**styles[label], **_LIMIT}))
         if curve[0].size is not None:
             series += _series(label, curve, styles[label], limits, _rounding(panel))
     sizes = _even({point.size for point in panel.points if point.size is not None})
