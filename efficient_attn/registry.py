@@ -90,6 +90,8 @@ class BackendSpec:
         builder: Function of (problem, options) that returns a module from (q, k, v, key_mask) to the output.
         operations: Function of (problem, options, tokens, value_dim) that returns the matrix products of one
             head's forward pass, or None where a calibration decides; None: unknown.
+        rank: Function of (problem, options) that returns the largest rank of the implied weights, before a
+            causal mask if there is one; None: no bound below the number of tokens.
         paper: Address of the paper.
         formula: Definition in one line of text. `efficient_attn.ops.naive` holds all definitions as code.
         also: Settings of further variants, which comparisons without named backends measure along with the
@@ -107,6 +109,7 @@ class BackendSpec:
     builder: Callable[[Any, Any], Any]
     size_option: str | None = None
     operations: Callable[[Any, Any, int, int], MatMuls | None] | None = None
+    rank: Callable[[Any, Any], int] | None = None
     paper: str | None = None
     formula: str | None = None
     also: tuple[Mapping[str, Any], ...] = ()
@@ -150,6 +153,7 @@ def register(
     paper: str | None = None,
     formula: str | None = None,
     operations: Callable[[Any, Any, int, int], MatMuls | None] | None = None,
+    rank: Callable[[Any, Any], int] | None = None,
     also: tuple[Mapping[str, Any], ...] = (),
     composed: bool = False,
     compared: bool = True,
@@ -172,6 +176,7 @@ def register(
                 capabilities=capabilities,
                 builder=builder,
                 operations=operations,
+                rank=rank,
                 also=also,
                 composed=composed,
                 compared=compared,

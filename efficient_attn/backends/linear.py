@@ -1,5 +1,6 @@
 """Linear transformers: features of kernels other than softmax."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -25,6 +26,7 @@ _AVERAGES = Capabilities(causal=True, approximates_softmax=False, sharded="state
     paper="https://arxiv.org/abs/2006.16236",
     capabilities=_AVERAGES,
     operations=partial(linear_operations, "elu"),
+    rank=lambda problem, options: problem.head_dim,
 )
 def build_elu(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
     return LinearAttention(FixedFeatures("elu"), problem)
@@ -39,6 +41,7 @@ def build_elu(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
     size_option="num_features",
     capabilities=_AVERAGES,
     operations=partial(linear_operations, "relu"),
+    rank=lambda problem, options: options.num_features,
 )
 def build_relu(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:
     return LinearAttention(RandomFeatures("relu", problem.head_dim, options), problem)
@@ -51,6 +54,7 @@ def build_relu(problem: AttentionProblem, options: RandomFeatureOptions) -> Line
     paper="https://arxiv.org/abs/2402.18668",
     capabilities=replace(_AVERAGES, nonnegative=False),
     operations=partial(linear_operations, "taylor-1"),
+    rank=lambda problem, options: 1 + problem.head_dim,
     compared=False,
 )
 def build_taylor_1(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
@@ -64,6 +68,7 @@ def build_taylor_1(problem: AttentionProblem, options: NoOptions) -> LinearAtten
     paper="https://arxiv.org/abs/2402.18668",
     capabilities=_AVERAGES,
     operations=partial(linear_operations, "taylor-2"),
+    rank=lambda problem, options: math.comb(problem.head_dim + 2, 2),
 )
 def build_taylor_2(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
     return LinearAttention(FixedFeatures("taylor-2"), problem)
@@ -92,6 +97,7 @@ def hedgehog_operations(
     paper="https://arxiv.org/abs/2402.04347",
     capabilities=_AVERAGES,
     operations=hedgehog_operations,
+    rank=lambda problem, options: 2 * problem.head_dim,
 )
 def build_hedgehog(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
     return LinearAttention(LearnedFeatures(problem), problem)

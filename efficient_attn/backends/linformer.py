@@ -97,6 +97,7 @@ def operations(problem: AttentionProblem, options: LinformerOptions, tokens: int
         causal=False, nonnegative=False, averages=False, needs_max_tokens=True, sharded="sums"
     ),
     operations=operations,
+    rank=lambda problem, options: options.rank,
 )
 def build(problem: AttentionProblem, options: LinformerOptions) -> LinformerAttention:
     assert problem.max_tokens is not None, "build refuses a missing max_tokens"

@@ -104,6 +104,7 @@ def operations(problem: AttentionProblem, options: NystromOptions, tokens: int, 
     # Landmarks average all queries: later rows, or rows of another sequence, would change every output.
     capabilities=Capabilities(causal=False, cross=False, nonnegative=False, averages=False),
     operations=operations,
+    rank=lambda problem, options: options.landmarks,
     compared=False,
 )
 def build(problem: AttentionProblem, options: NystromOptions) -> NystromAttention:

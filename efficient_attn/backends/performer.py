@@ -16,7 +16,12 @@ from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 
 _PAPER = "https://arxiv.org/abs/2009.14794"
-_performer = partial(register, options=RandomFeatureOptions, size_option="num_features")
+_performer = partial(
+    register,
+    options=RandomFeatureOptions,
+    size_option="num_features",
+    rank=lambda problem, options: options.num_features,
+)
 
 
 @_performer(

@@ -135,6 +135,7 @@ MEAN = BackendSpec(
     capabilities=Capabilities(causal=True, streaming=False),
     builder=lambda problem, options: AdaptedAttention(_mean, problem),
     operations=lambda problem, options, tokens, value_dim: (MatMul(tokens * value_dim),),
+    rank=lambda problem, options: 1,
 )
 
 BASELINES = {CEILING: _VALUES, UNIFORM_ATTENTION: MEAN}
