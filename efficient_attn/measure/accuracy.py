@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
@@ -29,6 +30,7 @@ from efficient_attn.measure.inputs import Activations, NamedInputs, read_activat
 from efficient_attn.measure.record import SAME_INPUTS, Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant, with_size
 from efficient_attn.options import SEED
+from efficient_attn.theory.floors import mean_head_error, rank_floor, unbiased_error
 
 # Metrics with the fields of a record that hold them, the shown one first.
 METRICS = {"relative": ("output_relative_error", "output_mse"), "mse": ("output_mse",)}
@@ -42,6 +44,9 @@ DRAWS = 6
 # Errors at more tokens are measured on some queries: all of them in float64 would take longer than the calls.
 MOST_COMPARED, SAMPLED_QUERIES = 1024, 256
 
+# Most tokens of attention weights that are computed as a whole.
+WEIGHTED_TOKENS = 512
+
 MEAN = Variant(backend=UNIFORM_ATTENTION, label=UNIFORM_ATTENTION, target=UNIFORM_ATTENTION)
 
 
@@ -50,14 +55,16 @@ def measure_error(
     subject: NamedInputs,
     *,
     metric: str = "relative",
+    of: str = "output",
     draws: int = DRAWS,
     threads: int | None = None,
 ) -> Record:
     """Errors of one backend on one subject, one per draw of its random features."""
     q, k, v = subject.activations
+    names = METRICS[metric] if of == "output" else ("weights_relative_error",)
 
     def measured(case: Case, backends: Sequence[Any]) -> Record:
-        errors: dict[str, Any] = dict.fromkeys((*METRICS[metric], *_DEVIATIONS), ())
+        errors: dict[str, Any] = dict.fromkeys((*names, *_DEVIATIONS), ())
         by_head = []
         for backend in backends:
             # All backends share the inputs, into which a call may write.
@@ -65,6 +72,7 @@ def measure_error(
             error = {
                 "output_relative_error": relative_error(output, subject.exact),
                 "output_mse": float((output - subject.exact).square().mean()),
+                "weights_relative_error": mean_head_error(output, subject.exact),
             }
             parts = deviations(output, subject.exact, subject.uniform)
             error |= zip(_DEVIATIONS, (float(part[0]) for part in parts[1:]), strict=True)
@@ -89,10 +97,21 @@ def measure_error(
             density=density,
             covered_mass=mass,
             output_by_head=json.dumps(heads),
-            limit_relative_error=_limit(backends[0], subject),
+            limit_relative_error=_limit(backends[0], subject) if of == "output" else None,
+            **(weight_bounds(backends[0], subject) if subject.tokens <= WEIGHTED_TOKENS else {}),
         )
 
-    return measure_draws(variant, subject, "output", draws, measured, threads=threads)
+    return measure_draws(variant, subject, of, draws, measured, threads=threads)
+
+
+def weight_bounds(backend: Backend, subject: NamedInputs) -> dict[str, Any]:
+    """Rank of the weights of a backend and least errors of such weights, as fields of a record."""
+    if backend.spec.rank is None:
+        return {}
+    rank, spectra = backend.spec.rank(backend.problem, backend.options), subject.spectra
+    unbiased = None if subject.causal else unbiased_error(spectra, rank)
+    floor = rank_floor(spectra, rank)
+    return {"weights_rank": rank, "weights_floor": floor, "weights_unbiased_error": unbiased}
 
 
 def _limit(backend: Any, subject: NamedInputs) -> float | None:

@@ -23,6 +23,7 @@ from efficient_attn.options import whole_number
 from efficient_attn.problem import positive_count
 from efficient_attn.registry import ALL_DTYPES
 from efficient_attn.shapes import Keys, Queries, Values
+from efficient_attn.theory.floors import weight_spectra
 
 # Texts of the shipped activations: four of an encoder, the last one of a decoder.
 TEXTS = ("alice", "pride", "sawyer", "opticks", "types")
@@ -215,6 +216,17 @@ class NamedInputs:
         """Uniform attention of the compared queries in float64."""
         q, _, v = self.activations
         return self.compared(measure.mean_of_values(q, v.double(), causal=self.causal))
+
+    @functools.cached_property
+    def spectra(self) -> list[Tensor]:
+        """Singular values of the exact weights, by block."""
+        return weight_spectra(self.with_unit_values(self.tokens).exact, causal=self.causal)
+
+    def with_unit_values(self, tokens: int) -> "NamedInputs":
+        """The first tokens in float64 with unit vectors as values: outputs are attention weights."""
+        q, k, _ = (x[..., :tokens, :].cpu().double() for x in self.activations)
+        unit = torch.eye(k.shape[-2], dtype=k.dtype).expand(*k.shape[:2], -1, -1)
+        return replace(self, activations=Activations(q, k, unit))
 
     def compared(self, output: Tensor) -> Tensor:
         """The compared queries of an output [batch heads tokens value_dim]."""

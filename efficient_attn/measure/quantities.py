@@ -186,6 +186,16 @@ class Measured:
         "Error, correlation, deviation ratio and rescaled error of each head, means over draws, JSON.",
         type="text",
     )
+    weights_relative_error: float | None = error(
+        "relative", "Norm of the error of attention weights over theirs, root mean square over heads."
+    )
+    weights_rank: int | None = setting("", "Largest rank of the weights, before a causal mask.")
+    weights_floor: float | None = setting(
+        "relative", "Least weights_relative_error of this rank.", type="number"
+    )
+    weights_unbiased_error: float | None = setting(
+        "relative", "Least expected error of weights_rank unbiased terms of rank one.", type="number"
+    )
     kernel_mse: float | None = error(
         "squared", "Mean squared error of the estimated softmax kernel.", rounding=2
     )

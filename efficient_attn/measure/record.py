@@ -79,7 +79,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     backend: Annotated[str, Meta(description="Registered name, or file.py:object.")]
     label: Annotated[str, Meta(description="Name in tables and plots: the backend with its set options.")]
     options: Annotated[Options, Meta(description="All options of the backend.")] = {}
-    of: Annotated[str, Meta(description="attention, block, encoder, model; output, kernel.")] = "attention"
+    of: Annotated[str, Meta(description="attention, block, encoder, model; output, kernel, weights.")] = (
+        "attention"
+    )
     layers: Annotated[Size | None, Meta(description="Number of blocks of an encoder.")] = None
     batch: Annotated[Size, Meta(description="Batch size.")] = 1
     num_heads: Annotated[Size, Meta(description="Number of heads of the queries.")]

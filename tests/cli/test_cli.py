@@ -175,6 +175,17 @@ def test_a_run_prints_tables_and_last_the_conclusion_and_the_path_of_its_page(fo
     assert "left" in err and "\x1b" not in out + err
 
 
+def test_errors_of_weights_are_shown_beside_their_floor(folder, undrawn):
+    words = "mse --of weights --inputs gaussian --seq-len 24 --head-dim 4 --norm 1 --size 4,8 --draws 2"
+    code, out, _ = command(*words.split(), "--backend", "performer-positive,own.py:mean")
+    assert code == 0
+    title, floor = "Relative error of the attention weights: gaussian, norm 1", "floor of rank-m weights"
+    assert title in out and floor in out and "best unbiased estimate" in out
+    assert "Error of the attention weights. gaussian, norm 1: no map of 8 features below" in " ".join(
+        out.split()
+    )
+
+
 def test_what_a_backend_prints_stays_out_of_the_results(folder, undrawn, capfd, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/efficient-attn", *SMALL.split(), "--out", "out"])
     with pytest.raises(SystemExit, match=r"^0$"):

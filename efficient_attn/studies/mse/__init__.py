@@ -1,4 +1,4 @@
-"""Error of backends against exact softmax attention, or of features at kernel entries, size by size."""
+"""Error of backends against exact softmax attention: of outputs, weights or kernel entries, size by size."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,13 +18,20 @@ from efficient_attn.runs.study import Point, Points, Settled, Study
 from efficient_attn.runs.workload import Workload, settle
 
 # Options without an effect on an error.
-_NOT_OF = {"output": ("angles",), "kernel": ("inputs", "metric", "column", "seq_lens", "layers")}
+_NOT_OF = {
+    "output": ("angles",),
+    "kernel": ("inputs", "metric", "column", "seq_lens", "layers"),
+    "weights": ("angles", "metric"),
+}
+
+# Lengths of Gaussian inputs.
+_TOKENS = (4096,)
 
 # Operations of the metric per token and entry of a head, in the unit of a backend's own count.
 _METRIC = 100
 
 # Sizes of an output's error; kernel entries have sizes of their own.
-_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+_SIZES: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024)
 
 # Further variants of outputs where no backend is named.
 _FIXED_NORMS = {name: {"norms": ["fixed"]} for name in ("performer-positive", "performer-full")}
@@ -58,7 +65,8 @@ class Mse(Study):
 
     Errors of outputs are relative, √(MSE / mean square), against float64; backends run in float32 on the CPU,
     decoder layers with a causal mask. With --of kernel, errors of random features at single entries exp(x·y)
-    of the softmax kernel, x = q/d^¼ and y = k/d^¼, are compared with their closed forms.
+    of the softmax kernel, x = q/d^¼ and y = k/d^¼, are compared with their closed forms. With --of weights,
+    errors of the attention weights of the first 512 tokens are compared with the least ones of their rank.
 
     Example: efficient-attn mse --inputs encoder --backend window,my_file.py:my_attention
     """
@@ -80,7 +88,11 @@ class Mse(Study):
         free=True,
     )
     sizes: shared.Sizes | None = shared.sizes(None, "16:1024:x2, with --of kernel 64,256,")
-    of: str = option("output", "Error of the output, or of kernel entries.", metavar="output|kernel")
+    of: str = option(
+        "output",
+        "Error of the output, of kernel entries, or of attention weights.",
+        metavar="output|kernel|weights",
+    )
     metric: str = option("relative", "Error of the output: relative or mse.", metavar="NAME")
     column: str = option("mse", "Last column of the table: mse or corr.", metavar="mse|corr", free=True)
     norms: Sequence[float] = option(
@@ -102,7 +114,7 @@ class Mse(Study):
     draws: int | None = option(
         None, "Random-feature draws per point; 6, --of kernel 64, if omitted.", least=1
     )
-    seq_lens: shared.Sizes = shared.seq_lens((4096,), "Lengths of Gaussian inputs: 4096 or 1k,4k.")
+    seq_lens: shared.Sizes = shared.seq_lens(_TOKENS, "Lengths of Gaussian inputs: 4096 or 1k,4k.")
     head_dim: int = shared.head_dim(16)
     layers: Sequence[int] | None = shared.layers()
     options: shared.Settings = shared.settings()
@@ -116,7 +128,7 @@ class Mse(Study):
             further = [item.name for item in fields(self) if item.name not in ("figure", "threads", "seed")]
             self.refuse(*further, reason=f"on {self.figure}; leave it out")
         if self.of not in _NOT_OF:
-            raise OptionError(f"of is output or kernel, not {self.of!r}.")
+            raise OptionError(f"of is output, kernel or weights, not {self.of!r}.")
         self.refuse(*_NOT_OF[self.of], reason=f"on the error of the {self.of}; leave it out")
         one_of("column", self.column, ("mse", "corr"))
         if self.draws is not None:
@@ -139,7 +151,7 @@ class Mse(Study):
         """The points of each input."""
         if self.figure is not None:
             return Mse(**FIGURES[self.figure], threads=self.threads, seed=self.seed)._lists
-        from efficient_attn.measure.accuracy import DRAWS, MEAN, METRICS, at_sizes
+        from efficient_attn.measure.accuracy import DRAWS, MEAN, METRICS, WEIGHTED_TOKENS, at_sizes
         from efficient_attn.measure.inputs import subjects
         from efficient_attn.studies.mse import kernel
         from efficient_attn.theory.kernel import KINDS
@@ -148,8 +160,13 @@ class Mse(Study):
             raise UnknownNameError("metric", self.metric, METRICS)
         entries = self.of == "kernel"
         usual, usual_sizes = (kernel.DRAWS, kernel.SIZES) if entries else (DRAWS, _SIZES)
-        sizes = parse_sizes(usual_sizes if self.sizes is None else self.sizes, name="sizes")
         lengths = parse_sizes(self.seq_lens, name="seq_lens")
+        if self.of == "weights":
+            usual_sizes = _SIZES[:-1]
+            lengths = (WEIGHTED_TOKENS,) if lengths == _TOKENS else lengths
+            if max(lengths) > WEIGHTED_TOKENS:
+                raise OptionError(f"seq_lens of weights is at most {WEIGHTED_TOKENS}, not {max(lengths)}.")
+        sizes = parse_sizes(usual_sizes if self.sizes is None else self.sizes, name="sizes")
         variants = select(self.backends, self.options, usual=[*KINDS] if entries else None)
         if self.backends is None and not self.options and not entries:
             variants += select([*_FIXED_NORMS], _FIXED_NORMS)
@@ -168,12 +185,14 @@ class Mse(Study):
             chosen = list(drawn(names, tokens=lengths[0]))
             for tokens in lengths[1:] if "gaussian" in names else ():
                 chosen += drawn(["gaussian"], tokens=tokens)
+            if self.of == "weights":
+                chosen = [subject.with_unit_values(WEIGHTED_TOKENS) for subject in chosen]
             point = partial(self._error_point, **question)
         if not chosen:
             raise OptionError("norms and angles must not be empty.")
         lists = []
         for subject in chosen:
-            baseline = [point(MEAN, subject)] if self.of == "output" else []
+            baseline = [] if entries else [point(MEAN, subject)]
             lines = [[point(at, subject) for at in at_sizes(x, subject, sizes)] for x in variants]
             # First points of all lines, then second ones, each case once.
             rows = zip_longest(*lines)
@@ -186,15 +205,17 @@ class Mse(Study):
         from efficient_attn.measure.accuracy import error_case, measure_error
         from efficient_attn.measure.calls import attention_flops
 
-        case = error_case(variant, subject, "output", threads=threads)
+        case = error_case(variant, subject, self.of, threads=threads)
         flops = attention_flops(case, variant.target) or case.tokens**2 * case.model_dim
-        cost = flops + _METRIC * case.tokens * case.model_dim
+        # Operations are counted for values of the head dimension.
+        width = subject.activations.v.shape[-1] / case.head_dim
+        cost = width * (flops + _METRIC * case.tokens * case.model_dim)
         return Point(
             case=case,
             measure=partial(
-                measure_error, variant, subject, metric=self.metric, draws=draws, threads=threads
+                measure_error, variant, subject, metric=self.metric, of=self.of, draws=draws, threads=threads
             ),
             label=f"{case.label} on {case.inputs}",
             series=(sized(case).series, "error"),
-            cost=float(cost) * (draws if SEED in variant.options else 1),
+            cost=cost * (draws if SEED in variant.options else 1),
         )

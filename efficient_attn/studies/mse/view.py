@@ -1,4 +1,4 @@
-"""Errors of outputs over the size of the approximation: curves as tables, in sentences and as plots."""
+"""Errors of outputs or weights over the size of the approximation, as tables, sentences and plots."""
 
 import json
 from collections import Counter
@@ -14,13 +14,14 @@ from efficient_attn.report.text import show_error
 from efficient_attn.runs.store import over_budget
 from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats.estimates import FEWEST_FOR_95, bland, grouped, middle, operations_share
-from efficient_attn.studies.mse import kernel_view
+from efficient_attn.studies.mse import kernel_view, weights_view
 
-RELATIVE, SQUARED = "output_relative_error", "output_mse"
+RELATIVE, SQUARED, WEIGHTS = "output_relative_error", "output_mse", "weights_relative_error"
 CORRELATION, RATIO, RESCALED = "output_correlation", "output_deviation_ratio", "output_rescaled_error"
 NAMES = {
     RELATIVE: "Relative output error, √(MSE / mean square)",
     SQUARED: "MSE of the output",
+    WEIGHTS: "Relative error of the attention weights",
 }
 
 # Headings of the last column by its option.
@@ -68,6 +69,7 @@ class Panel(NamedTuple):
         curves: Points by label, in rising order of size.
         failed: Records without a value, each with its reason.
         uniform: Error of uniform attention.
+        bounds: Least errors of weights by label and rank.
     """
 
     inputs: str
@@ -75,6 +77,7 @@ class Panel(NamedTuple):
     curves: dict[str, list[ErrorPoint]]
     failed: tuple[Record, ...]
     uniform: ErrorPoint | None
+    bounds: dict[str, dict[int, float]]
 
     @property
     def points(self) -> list[ErrorPoint]:
@@ -82,13 +85,16 @@ class Panel(NamedTuple):
 
 
 def quantity_in(records: Sequence[Record]) -> str:
-    """The error that a run measured: relative, or the mean squared one alone."""
+    """The error that a run measured: of weights, relative, or the mean squared one alone."""
+    if any(record.case.of == "weights" for record in records):
+        return WEIGHTS
     return RELATIVE if any(record.output_relative_error is not None for record in records) else SQUARED
 
 
 def panels(records: Iterable[Record], quantity: str) -> list[Panel]:
     """One panel per input, in the order of the records."""
-    measured = (r for r in records if r.case.kind == "error" and r.case.of != "kernel")
+    of = "weights" if quantity == WEIGHTS else "output"
+    measured = (r for r in records if r.case.kind == "error" and r.case.of == of)
     groups = grouped(measured, "inputs", "tokens", "num_heads", "head_dim")
     return [_panel(group, quantity) for group in groups]
 
@@ -112,6 +118,7 @@ def _panel(records: Sequence[Record], quantity: str) -> Panel:
         curves=curves,
         failed=tuple(failed.values()),
         uniform=plainest[0] if plainest else None,
+        bounds=weights_view.bounds(records) if quantity == WEIGHTS else {},
     )
 
 
@@ -136,7 +143,7 @@ def tables(records: Sequence[Record], run: Run[Settled]) -> list[Table]:
     shown = panels(records, quantity)
     column = run.study.column
     outputs = [_table(x, quantity, column) for x in shown if x.curves or not all(map(over_budget, x.failed))]
-    outputs += [table for table in map(_deviation_table, shown) if table.rows]
+    outputs += [table for table in (_deviation_table(panel, quantity) for panel in shown) if table.rows]
     return [*outputs, *kernel_view.tables([r for r in records if r.case.of == "kernel"])]
 
 
@@ -149,12 +156,14 @@ def _table(panel: Panel, quantity: str, column: str) -> Table:
         (label, *(_cell(curve, size) for size in places), _last(curve[-1].record, column))
         for label, curve in panel.curves.items()
     ]
+    for label, line in panel.bounds.items():
+        rows.append((label, *(show_error(line[x]) if x in line else "" for x in places), NOT_MEASURED))
     if panel.uniform is not None:
         # It has no size.
         errors = [show_error(panel.uniform.value)] * len(places)
         rows.insert(0, (UNIFORM_ATTENTION, *errors, _last(panel.uniform.record, column)))
     heads = [*(["fixed"] if fixed else []), *map(str, sizes), f"{_COLUMNS[column]}, largest size"]
-    if quantity == SQUARED and column == "mse":
+    if quantity != RELATIVE and column == "mse":
         heads.pop()
         rows = [row[:-1] for row in rows]
     meaning = interval(panel.points)
@@ -162,13 +171,14 @@ def _table(panel: Panel, quantity: str, column: str) -> Table:
         f"Columns: {_size_words(panel.points)}. Starred: smallest error.",
         *([f"{meaning[0].upper()}{meaning[1:]}: report.html."] if meaning else []),
         *([f"{', '.join(sorted(odd))} = size + 1."] if odd else []),
+        *(f"{label}: {weights_view.NOTES[label]}." for label in panel.bounds),
         *text.mark_notes(rows),
         *text.failure_notes(panel.failed),
     )
     title = f"{NAMES[quantity]}: {text.describe(panel.inputs)}; {panel.shape}"
     table = Table(title, ("backend", *heads), tuple(rows), notes)
-    *errors, last = heads
-    return table.compared(errors=heads) if column == "mse" else table.compared(errors=errors, scores=[last])
+    errors, scores = (heads, []) if column == "mse" else (heads[:-1], heads[-1:])
+    return table.compared(errors=errors, scores=scores, skip=panel.bounds)
 
 
 def _size_words(points: Curve) -> str:
@@ -204,14 +214,14 @@ def _last(record: Record, column: str) -> str:
     return f"{value:.2f}" if column == "corr" else show_error(value)
 
 
-def _deviation_table(panel: Panel) -> Table:
+def _deviation_table(panel: Panel, quantity: str) -> Table:
     """Error, correlation c, deviation ratio ρ and rescaled error at the largest size, with heads."""
     rows = []
     for label, curve in panel.curves.items():
         record = curve[-1].record
         if record.output_correlation is None:
             continue
-        cells = [show_error(_point(record, name).value) for name in (RELATIVE, CORRELATION, RATIO, RESCALED)]
+        cells = [show_error(_point(record, name).value) for name in (quantity, CORRELATION, RATIO, RESCALED)]
         heads = [c for _, c, *_ in json.loads(record.output_by_head or "[]") if c is not None]
         spread = f"{min(heads):.2f} to {max(heads):.2f}" if heads else NOT_MEASURED
         rows.append((label, str(curve[-1].size or ""), *cells, spread, "bland" if bland(record) else ""))
@@ -228,7 +238,8 @@ def sentences(records: Sequence[Record], run: Run[Settled]) -> list[str]:
     """Useful backends or agreement with theory, then points beyond the budget."""
     shown = panels(records, quantity_in(records))
     real = [panel for panel in shown if not panel.inputs.startswith("gaussian")]
-    texts = _useful(real) if real else _smallest(shown)
+    texts = weights_view.sentences(real or shown)
+    texts += _useful(real) if real else _smallest(shown)
     texts += _unbiased_from(shown)
     texts += kernel_view.agreement([record for record in records if record.case.of == "kernel"])
     points = Counter(text.describe(record.case.inputs) for record in records)
@@ -335,8 +346,11 @@ def plots(records: Sequence[Record], run: Run[Settled]) -> dict[str, Plot]:
         parts.append("dotted: infinitely many features")
     if any(style.items() >= _BEYOND_MARK.items() for style in styles_drawn):
         parts.append("arrow: beyond the axis")
+    if any(panel.bounds for panel in shown):
+        parts.append("no unbiased estimate of causal weights")
     rows = in_rows(charts, 1 if len(shown) == 1 else 2)
-    plot = Plot(f"Error of the output by {_size_words(points)}", "; ".join(parts), rows)
+    measured = "attention weights" if quantity == WEIGHTS else "output"
+    plot = Plot(f"Error of the {measured} by {_size_words(points)}", "; ".join(parts), rows)
     return {"error": plot, **entries}
 
 
@@ -348,7 +362,9 @@ def _limits(shown: Sequence[Panel]) -> tuple[float, float]:
     """Around all errors that are no rounding, at most six decades from the smallest."""
     values = [panel.uniform.value for panel in shown if panel.uniform]
     for panel in shown:
-        values += [point.value for point in panel.points if point.value > _rounding(panel)]
+        errors = [point.value for point in panel.points]
+        errors += [error for line in panel.bounds.values() for error in line.values()]
+        values += [error for error in errors if error > _rounding(panel)]
     low, high = min(values, default=1.0), max(values, default=1.0)
     return low / _MARGIN, min(high, low * _DECADES) * _MARGIN
 
@@ -364,6 +380,9 @@ def _chart(
     series = list[Series]()
     if panel.uniform is not None:
         series.append(Series(UNIFORM_ATTENTION, (), (panel.uniform.value,), UNIFORM_STYLE))
+    for label, line in panel.bounds.items():
+        ranks = [rank for rank, error in line.items() if error > _rounding(panel)]
+        series.append(Series(label, ranks, [line[rank] for rank in ranks], weights_view.STYLES[label]))
     for label, curve in panel.curves.items():
         if curve[0].size is None and limits[0] < curve[0].value < limits[1]:
             series.append(Series(label, (), (curve[0].value,), {**styles[label], "marker": ""}))
