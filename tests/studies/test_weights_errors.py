@@ -9,7 +9,7 @@ from efficient_attn.measure import accuracy
 from efficient_attn.measure.accuracy import WEIGHTED_TOKENS
 from efficient_attn.measure.inputs import subjects
 from efficient_attn.measure.record import Record, replace
-from efficient_attn.measure.variants import select, sized
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, select, sized
 
 SMALL = {"of": "weights", "inputs": "gaussian", "seq_lens": 24, "head_dim": 4, "norms": (0.5,), "draws": 3}
 FLOOR, UNBIASED = "floor of rank-m weights", "best unbiased estimate"
@@ -107,6 +107,22 @@ def test_a_row_of_bounds_is_never_the_smallest_error():
     records = [weights_record(name, 8, error, 0.1) for name, error in (("a", 0.7), ("b", 0.6))]
     (table,) = shown(*records).tables()
     assert [table.rows[row][0] for row, _ in table.best] == ["b"]
+
+
+def test_a_benchmark_names_the_floor_of_its_nearest_backend():
+    records = ea.bench(
+        ["exact", "performer-full"], inputs="encoder", layers=[1], seq_lens=32, rounds=1, isolate="none"
+    ).records
+    errors = [r for r in records if r.case.kind == "error"]
+    floors = {r.case.backend: (r.weights_rank, r.weights_floor) for r in errors}
+    assert floors["exact"] == (None, None) and floors[UNIFORM_ATTENTION][0] == 1
+    rank, floor = floors["performer-full"]
+    assert rank == 256 and floor == 0.0
+    ranked = [replace(r, weights_floor=0.002) if r.weights_rank == 256 else r for r in errors]
+    text = " ".join(ea.Results(ranked, environment={"study": "bench"}).sentences())
+    assert "weights of rank 256 cannot err less than 0.002)" in text
+    silent = " ".join(ea.Results(errors, environment={"study": "bench"}).sentences())
+    assert "performer-full" in silent and "cannot err" not in silent
 
 
 def test_the_size_of_a_backend_with_a_rank_is_its_rank():

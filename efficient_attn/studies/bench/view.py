@@ -98,7 +98,8 @@ def _verdict(comparison: Comparison, limit: float, run: Run[Settled], place: str
         parts.append(f"no backend stays {bound}")
     if useful := [row for row in beyond if row.speed is None or row.speed.outcome == FASTER]:
         nearest = min(useful, key=lambda row: row.largest or 0.0)
-        parts.append(f"{'next' if near else 'closest'}: {_in_words(nearest)}")
+        floor = _floor_words(nearest, comparison)
+        parts.append(f"{'next' if near else 'closest'}: {_in_words(nearest, floor)}")
         uniform = comparison.row(UNIFORM_ATTENTION)
         measured = [row.errors.get(comparison.tokens) for row in (nearest, uniform) if row]
         errors = [error.worst for error in measured if error is not None]
@@ -110,7 +111,17 @@ def _verdict(comparison: Comparison, limit: float, run: Run[Settled], place: str
     return text
 
 
-def _in_words(row: Row) -> str:
+def _floor_words(row: Row, comparison: Comparison) -> str:
+    """`; weights of rank 256 cannot err less than 0.002`, on the input of the largest error."""
+    records = [x for x in comparison.records if x.case.label == row.label and x.output_relative_error]
+    worst = max(records, key=lambda record: record.output_relative_error or 0.0, default=None)
+    floor = 0.0 if worst is None else worst.weights_floor or 0.0
+    if worst is None or floor < ROUNDING:
+        return ""
+    return f"; weights of rank {worst.weights_rank} cannot err less than {show_error(floor)}"
+
+
+def _in_words(row: Row, remark: str = "") -> str:
     """`window (error 0.52, 8× at 4096 tokens, faster from 360)`."""
     parts = [] if row.largest is None else [f"error {show_error(row.largest)}"]
     if row.speed is not None:
@@ -120,7 +131,7 @@ def _in_words(row: Row) -> str:
         parts.append("bland")
     if (start := brief(start_cell(row)))[:1].isdigit():
         parts.append(f"faster from {start}")
-    return f"{row.label} ({', '.join(parts)})"
+    return f"{row.label} ({', '.join(parts)}{remark})"
 
 
 def plots(records: Sequence[Record], run: Run[Settled]) -> dict[str, Plot]:
