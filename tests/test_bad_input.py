@@ -194,7 +194,7 @@ WRONG_STUDIES = [
     ("bench", {"decode": True, "backward": True}, OptionError, "decode is of attention alone"),
     ("bench", {"executor": ThreadPoolExecutor(1)}, OptionError, "executor: the rounds of this run"),
     ("bench", {"device": "cuda:99"}, AttentionError, "device cannot be 'cuda:99'"),
-    ("bench", {"column": "flops"}, UnknownNameError, "column is called .flops.. Known: keys, mse, state,"),
+    ("bench", {"column": "flops"}, UnknownNameError, "column is called .flops.. Known: corr, keys, mse,"),
     ("bench", {"max_error": 0.0}, OptionError, "max_error is a finite number"),
     ("bench", {"inputs": "encoder", "num_heads": 4}, AttentionError, "inputs decide the shape of attention"),
     ("bench", {"layers": [3]}, AttentionError, "layer 3 is not in encoder; it has 0, 1, 5"),

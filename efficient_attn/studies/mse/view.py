@@ -1,6 +1,5 @@
 """Errors of outputs or weights over the size of the approximation, as tables, sentences and plots."""
 
-import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,10 +13,10 @@ from efficient_attn.report.text import show_error
 from efficient_attn.runs.store import over_budget
 from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats.estimates import FEWEST_FOR_95, bland, grouped, middle, operations_share
-from efficient_attn.studies.mse import kernel_view, weights_view
+from efficient_attn.studies.mse import deviation_view, kernel_view, weights_view
 
 RELATIVE, SQUARED, WEIGHTS = "output_relative_error", "output_mse", "weights_relative_error"
-CORRELATION, RATIO, RESCALED = "output_correlation", "output_deviation_ratio", "output_rescaled_error"
+CORRELATION = "output_correlation"
 NAMES = {
     RELATIVE: "Relative output error, √(MSE / mean square)",
     SQUARED: "MSE of the output",
@@ -143,7 +142,7 @@ def tables(records: Sequence[Record], run: Run[Settled]) -> list[Table]:
     shown = panels(records, quantity)
     column = run.study.column
     outputs = [_table(x, quantity, column) for x in shown if x.curves or not all(map(over_budget, x.failed))]
-    outputs += [table for table in (_deviation_table(panel, quantity) for panel in shown) if table.rows]
+    outputs += [table for table in (deviation_view.table(panel, quantity) for panel in shown) if table.rows]
     return [*outputs, *kernel_view.tables([r for r in records if r.case.of == "kernel"])]
 
 
@@ -214,33 +213,13 @@ def _last(record: Record, column: str) -> str:
     return f"{value:.2f}" if column == "corr" else show_error(value)
 
 
-def _deviation_table(panel: Panel, quantity: str) -> Table:
-    """Error, correlation c, deviation ratio ρ and rescaled error at the largest size, with heads."""
-    rows = []
-    for label, curve in panel.curves.items():
-        record = curve[-1].record
-        if record.output_correlation is None:
-            continue
-        cells = [show_error(_point(record, name).value) for name in (quantity, CORRELATION, RATIO, RESCALED)]
-        heads = [c for _, c, *_ in json.loads(record.output_by_head or "[]") if c is not None]
-        spread = f"{min(heads):.2f} to {max(heads):.2f}" if heads else NOT_MEASURED
-        rows.append((label, str(curve[-1].size or ""), *cells, spread, "bland" if bland(record) else ""))
-    title = f"Deviation from uniform attention: {text.describe(panel.inputs)}; {panel.shape}"
-    columns = ("backend", "size", "error", "correlation c", "ratio ρ", "error, rescaled", "c of heads", "")
-    note = (
-        "c: cosine of the deviations of output and exact output from uniform attention; ρ: ratio of their "
-        "norms; rescaled: the error at ρ = c. Bland: ρ < 0.9 c."
-    )
-    return Table(title, columns, tuple(rows), (note,), detail=True)
-
-
 def sentences(records: Sequence[Record], run: Run[Settled]) -> list[str]:
     """Useful backends or agreement with theory, then points beyond the budget."""
     shown = panels(records, quantity_in(records))
     real = [panel for panel in shown if not panel.inputs.startswith("gaussian")]
     texts = weights_view.sentences(real or shown)
     texts += _useful(real) if real else _smallest(shown)
-    texts += _unbiased_from(shown)
+    texts += deviation_view.sentences(shown)
     texts += kernel_view.agreement([record for record in records if record.case.of == "kernel"])
     points = Counter(text.describe(record.case.inputs) for record in records)
     skipped = Counter(text.describe(record.case.inputs) for record in records if over_budget(record))
@@ -281,32 +260,6 @@ def _useful(shown: Sequence[Panel]) -> list[str]:
     if not texts:
         return ["No backend beats uniform attention on every input with fewer operations than exact."]
     return [f"Below uniform attention everywhere, with fewer operations than exact: {', '.join(texts)}."]
-
-
-def _unbiased_from(shown: Sequence[Panel]) -> list[str]:
-    """Size from which norms of Gaussian vectors have a smaller error than fixed norms, input by input."""
-    places: dict[str, list[str]] = {}
-    for panel in shown:
-        unbiased = {_without_norms(x.record): x.value for x in panel.points if not _has_fixed_norms(x.record)}
-        for label, curve in panel.curves.items():
-            twins = {_without_norms(point.record): point for point in curve if _has_fixed_norms(point.record)}
-            pairs = [(point.size, unbiased[x] < point.value) for x, point in twins.items() if x in unbiased]
-            if not pairs:
-                continue
-            last = max((number for number, (_, nearer) in enumerate(pairs) if not nearer), default=-1)
-            place = f"beyond {pairs[-1][0]}" if last + 1 == len(pairs) else f"from {pairs[last + 1][0]}"
-            places.setdefault(label, []).append(f"{place} features on {text.describe(panel.inputs)}")
-    return [f"norms=chi is nearer than {label} {'; '.join(x)}." for label, x in places.items()]
-
-
-def _has_fixed_norms(record: Record) -> bool:
-    return record.case.options.get("norms") == "fixed"
-
-
-def _without_norms(record: Record) -> str:
-    """Backend and options but the norms of random directions."""
-    options = {name: value for name, value in record.case.options.items() if name != "norms"}
-    return json.dumps([record.case.backend, options], sort_keys=True)
 
 
 def below_from(curve: Curve, uniform: float) -> int | None:
