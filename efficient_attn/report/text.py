@@ -26,6 +26,11 @@ _WIDE = 3
 _UNEVEN = 0.35
 
 
+def show_correlation(value: float) -> str:
+    """Two decimals, zero without a sign."""
+    return f"{round(value, 2) + 0.0:.2f}"
+
+
 def show_error(value: float) -> str:
     """Two significant digits, with an exponent for rounding and huge values."""
     return f"{value:.0f}" if 10 <= value < 100_000 else f"{value:.2g}"

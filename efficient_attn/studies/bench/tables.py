@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
+from efficient_attn.report.deviations import CORRELATION_NOTE, deviation_table
 from efficient_attn.report.table import NOT_MEASURED, PREDICTED, UNDECIDED, Table
 from efficient_attn.report.text import (
     QUEUED_NOTE,
@@ -13,6 +14,7 @@ from efficient_attn.report.text import (
     layer_words,
     mark_notes,
     setting,
+    show_correlation,
     show_error,
     show_ratio,
     show_spread,
@@ -28,6 +30,7 @@ from efficient_attn.stats.estimates import (
     by_clock,
     call_time,
     curves,
+    grouped,
 )
 from efficient_attn.stats.predicted_time import crossover
 from efficient_attn.studies.bench.comparison import REFERENCES, ROUNDING, Comparison, Row, comparisons
@@ -62,6 +65,10 @@ def tables(records: Sequence[Record], run: Run[Settled]) -> list[Table]:
         shown += [table._replace(detail=True) for table in memory]
     shown += [_speed_table(x) for x in settings if len({n for row in x.rows for n in row.speeds}) > 1]
     shown += [_error_table(x) for x in settings if len({n for row in x.rows for n in row.errors}) > 1]
+    for comparison in settings:
+        errors = [record for record in comparison.records if record.case.tokens == comparison.tokens]
+        for layer in grouped(errors, "inputs"):
+            shown += deviation_table(layer, "output_relative_error")
     return shown
 
 
@@ -94,6 +101,7 @@ def _comparison_table(comparison: Comparison, run: Run[Settled]) -> Table:
     rows = tuple(zip([row.label for row in shown], *columns.values(), strict=True))
     notes = (
         *([_ERRORS] if errors_at else []),
+        *([CORRELATION_NOTE] if further in columns and column == "corr" else []),
         *([_SPEEDS] if longest else []),
         *mark_notes(rows, "extrapolated from shorter lengths", _doubt(comparison, run.study.most_rounds)),
         *calibration_note(comparison.records),
@@ -154,7 +162,8 @@ def _further(column: str, row: Row, errors_at: int, longest: int) -> str:
     if column == "mse":
         return NOT_MEASURED if error is None or error.mse is None else show_error(error.mse)
     if column == "corr":
-        return NOT_MEASURED if error is None or error.correlation is None else f"{error.correlation:.2f}"
+        c = None if error is None else error.correlation
+        return NOT_MEASURED if c is None else show_correlation(c)
     if column == "keys":
         return NOT_MEASURED if error is None or error.keys is None else f"{100 * error.keys:.2g} %"
     size = getattr(row, f"{column}_bytes")

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
 from efficient_attn.report import text
+from efficient_attn.report.deviations import CORRELATION_NOTE, deviation_table
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, in_rows, line_styles
 from efficient_attn.report.table import NOT_MEASURED, Table
-from efficient_attn.report.text import show_error
+from efficient_attn.report.text import show_correlation, show_error
 from efficient_attn.runs.store import over_budget
 from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats.estimates import FEWEST_FOR_95, bland, grouped, middle, operations_share
-from efficient_attn.studies.mse import deviation_view, kernel_view, weights_view
+from efficient_attn.studies.mse import kernel_view, norms_view, weights_view
 
 RELATIVE, SQUARED, WEIGHTS = "output_relative_error", "output_mse", "weights_relative_error"
 CORRELATION = "output_correlation"
@@ -142,7 +143,8 @@ def tables(records: Sequence[Record], run: Run[Settled]) -> list[Table]:
     shown = panels(records, quantity)
     column = run.study.column
     outputs = [_table(x, quantity, column) for x in shown if x.curves or not all(map(over_budget, x.failed))]
-    outputs += [table for table in (deviation_view.table(panel, quantity) for panel in shown) if table.rows]
+    for panel in shown:
+        outputs += deviation_table((curve[-1].record for curve in panel.curves.values()), quantity)
     return [*outputs, *kernel_view.tables([r for r in records if r.case.of == "kernel"])]
 
 
@@ -171,6 +173,7 @@ def _table(panel: Panel, quantity: str, column: str) -> Table:
         *([f"{meaning[0].upper()}{meaning[1:]}: report.html."] if meaning else []),
         *([f"{', '.join(sorted(odd))} = size + 1."] if odd else []),
         *(f"{label}: {weights_view.NOTES[label]}." for label in panel.bounds),
+        *([CORRELATION_NOTE] if column == "corr" else []),
         *text.mark_notes(rows),
         *text.failure_notes(panel.failed),
     )
@@ -210,7 +213,7 @@ def _last(record: Record, column: str) -> str:
     if getattr(record, quantity) is None:
         return NOT_MEASURED
     value = _point(record, quantity).value
-    return f"{value:.2f}" if column == "corr" else show_error(value)
+    return show_correlation(value) if column == "corr" else show_error(value)
 
 
 def sentences(records: Sequence[Record], run: Run[Settled]) -> list[str]:
@@ -219,7 +222,7 @@ def sentences(records: Sequence[Record], run: Run[Settled]) -> list[str]:
     real = [panel for panel in shown if not panel.inputs.startswith("gaussian")]
     texts = weights_view.sentences(real or shown)
     texts += _useful(real) if real else _smallest(shown)
-    texts += deviation_view.sentences(shown)
+    texts += norms_view.sentences(shown)
     texts += kernel_view.agreement([record for record in records if record.case.of == "kernel"])
     points = Counter(text.describe(record.case.inputs) for record in records)
     skipped = Counter(text.describe(record.case.inputs) for record in records if over_budget(record))
@@ -299,7 +302,7 @@ def plots(records: Sequence[Record], run: Run[Settled]) -> dict[str, Plot]:
         parts.append("dotted: infinitely many features")
     if any(style.items() >= _BEYOND_MARK.items() for style in styles_drawn):
         parts.append("arrow: beyond the axis")
-    if any(panel.bounds for panel in shown):
+    if any(len(panel.bounds) == 1 for panel in shown):
         parts.append("no unbiased estimate of causal weights")
     rows = in_rows(charts, 1 if len(shown) == 1 else 2)
     measured = "attention weights" if quantity == WEIGHTS else "output"

@@ -1,4 +1,4 @@
-"""Deviations from uniform attention, and features with a bias beside unbiased ones."""
+"""Features of fixed norm, which have a bias, beside unbiased ones."""
 
 import json
 from collections.abc import Sequence
@@ -6,31 +6,6 @@ from typing import Any
 
 from efficient_attn.measure.record import Record
 from efficient_attn.report import text
-from efficient_attn.report.table import NOT_MEASURED, Table
-from efficient_attn.report.text import show_error
-from efficient_attn.stats.estimates import bland, middle
-
-_QUANTITIES = ("output_correlation", "output_deviation_ratio", "output_rescaled_error")
-
-
-def table(panel: Any, quantity: str) -> Table:
-    """Error, correlation c, deviation ratio ρ and rescaled error at the largest size of a panel."""
-    rows = []
-    for label, curve in panel.curves.items():
-        record = curve[-1].record
-        if record.output_correlation is None:
-            continue
-        cells = [show_error(middle(record.measured[f"{name}_draws"])[0]) for name in (quantity, *_QUANTITIES)]
-        heads = [c for _, c, *_ in json.loads(record.output_by_head or "[]") if c is not None]
-        spread = f"{min(heads):.2f} to {max(heads):.2f}" if heads else NOT_MEASURED
-        rows.append((label, str(curve[-1].size or ""), *cells, spread, "bland" if bland(record) else ""))
-    title = f"Deviation from uniform attention: {text.describe(panel.inputs)}; {panel.shape}"
-    columns = ("backend", "size", "error", "correlation c", "ratio ρ", "error, rescaled", "c of heads", "")
-    note = (
-        "c: cosine of the deviations of output and exact output from uniform attention; ρ: ratio of their "
-        "norms; rescaled: the error at ρ = c. Bland: ρ < 0.9 c."
-    )
-    return Table(title, columns, tuple(rows), (note,), detail=True)
 
 
 def sentences(shown: Sequence[Any]) -> list[str]:

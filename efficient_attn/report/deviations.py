@@ -1,0 +1,37 @@
+"""Deviations of outputs from uniform attention: a table of one input."""
+
+import json
+from collections.abc import Iterable
+
+from efficient_attn.measure.record import Record
+from efficient_attn.report.table import NOT_MEASURED, Table
+from efficient_attn.report.text import describe, show_error
+from efficient_attn.stats.estimates import bland, middle
+
+_QUANTITIES = ("output_correlation", "output_deviation_ratio", "output_rescaled_error")
+_COLUMNS = ("backend", "error", "correlation c", "ratio ρ", "error, rescaled", "c of heads", "")
+CORRELATION_NOTE = (
+    "Correlation c: cosine of the deviations of output and exact output from uniform attention, which no "
+    "rescaling changes."
+)
+
+
+def deviation_table(records: Iterable[Record], quantity: str) -> list[Table]:
+    """Error, correlation c, deviation ratio ρ and rescaled error, if a record has them.
+
+    Args:
+        quantity: Field of the error.
+    """
+    rows, measured = [], [record for record in records if record.output_correlation is not None]
+    for record in measured:
+        draws = [record.measured[f"{name}_draws"] for name in (quantity, *_QUANTITIES)]
+        heads = [c for _, c, *_ in json.loads(record.output_by_head or "[]") if c is not None]
+        spread = f"{min(heads):.2f} to {max(heads):.2f}" if heads else NOT_MEASURED
+        cells = [show_error(middle(values)[0]) for values in draws]
+        rows.append((record.case.label, *cells, spread, "bland" if bland(record) else ""))
+    if not rows:
+        return []
+    case = measured[0].case
+    title = f"Deviation from uniform attention: {describe(case.inputs)}; {case.tokens} tokens"
+    note = f"{CORRELATION_NOTE} ρ: ratio of their norms; rescaled: the error at ρ = c. Bland: ρ < 0.9 c."
+    return [Table(title, _COLUMNS, tuple(rows), (note,), detail=True)]
