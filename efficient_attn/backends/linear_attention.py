@@ -356,7 +356,8 @@ class LinearAttention(nn.Module):
     def _calibrate_lengths(self, q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None) -> None:
         """Fit the features, then the length of the directions in each key head.
 
-        Of LENGTHS that with the largest correlation with exact attention. Without values random ones serve.
+        The length has the largest correlation with exact attention on the sample, or without values on
+        random ones. The error would choose lengths that shrink the output towards uniform attention.
         """
         self.features.calibrate(q, k, v, key_mask, scale=self._scale)
         if v is None:
@@ -367,7 +368,7 @@ class LinearAttention(nn.Module):
         for length in LENGTHS:
             self.features.factors = length * factors
             correlations.append(sample.correlation(self(q, k, v, key_mask)))
-        best = torch.tensor(LENGTHS).to(factors)[torch.stack(correlations).argmax(dim=0)]
+        best = factors.new_tensor(LENGTHS)[torch.stack(correlations).argmax(dim=0)]
         self.features.factors = best.unsqueeze(-1) * factors
 
     @property
