@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -23,7 +23,9 @@ from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.advise.targets import AdviseSettled, Targets
 from efficient_attn.studies.swap import DECIDES, OF_A_FOLDER, promising, text_option
 from efficient_attn.studies.swap.names import KL
-from efficient_attn.studies.swap.subject import ModelSubject
+
+if TYPE_CHECKING:
+    from efficient_attn.studies.swap.measure import ModelSubject
 
 _SEQ_LENS = (512, 2048, 8192)
 # Lengths of a decoder whose key/value heads are ranked.

@@ -34,10 +34,10 @@ from efficient_attn.studies.advise.names import HEADS, RANDOM_HEADS, RETRIEVAL
 from efficient_attn.studies.advise.outcomes import Targets
 from efficient_attn.studies.advise.precision import Timed, timing_steps
 from efficient_attn.studies.advise.record import AdviseRecord
-from efficient_attn.studies.swap.measure import case_of, plan_point, work
+from efficient_attn.studies.swap.measure import ModelSubject, case_of, plan_point, work
 from efficient_attn.studies.swap.model import TextSubject
 from efficient_attn.studies.swap.names import WINDOW
-from efficient_attn.studies.swap.subject import OWN_ATTENTION, ModelSubject
+from efficient_attn.studies.swap.subject import OWN_ATTENTION
 
 # Windows of a head, the smallest first: the larger one is tried where fewer than a third of the heads fit.
 STREAMING = tuple(Choice(WINDOW, {"window": window, "global_tokens": 4}) for window in (512, 1024))

@@ -19,9 +19,14 @@ from efficient_attn.studies.advise.outcomes import excludes
 from efficient_attn.studies.advise.precision import Timed, precision_steps, timing_steps
 from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.advise.targets import Targets
-from efficient_attn.studies.swap.measure import distance_point, has_copies, pass_point, plan_point
+from efficient_attn.studies.swap.measure import (
+    ModelSubject,
+    distance_point,
+    has_copies,
+    pass_point,
+    plan_point,
+)
 from efficient_attn.studies.swap.names import WINDOW
-from efficient_attn.studies.swap.subject import ModelSubject
 
 # Backends that are tried in single layers: the nearest in all layers together.
 _CANDIDATES = 6

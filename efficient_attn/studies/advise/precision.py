@@ -16,9 +16,9 @@ from efficient_attn.stats.speeds import decided
 from efficient_attn.studies.advise.names import ATTENTION_BFLOAT16, MODEL_BFLOAT16
 from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.advise.targets import Targets
-from efficient_attn.studies.swap.measure import distance_point, pass_point
+from efficient_attn.studies.swap.measure import ModelSubject, distance_point, pass_point
 from efficient_attn.studies.swap.model import TextSubject
-from efficient_attn.studies.swap.subject import OWN_ATTENTION, ModelSubject
+from efficient_attn.studies.swap.subject import OWN_ATTENTION
 
 _ATTENTION = Variant(
     backend=YARDSTICK, label=ATTENTION_BFLOAT16, target=YARDSTICK, options={"compute_dtype": "bfloat16"}

@@ -18,7 +18,7 @@ from efficient_attn.runs.workload import Workload, settle
 from efficient_attn.studies.swap.record import SwapRecord
 
 if TYPE_CHECKING:
-    from efficient_attn.studies.swap.subject import ModelSubject
+    from efficient_attn.studies.swap.measure import ModelSubject
 
 # The default selection begins with the most similar models of results/epyc-2-cores/swap-encoder.
 _MOST_SIMILAR = ("window-clusters", "window", "performer-full", "performer-oprf")

@@ -267,7 +267,7 @@ class CallSubject:
 
     def _served(self, variant: Variant, draw: int = 0, layer: int | None = None) -> ReplacedSites:
         chosen = {}
-        for number, (backend, options) in choices(self, variant, layer).items():
+        for number, (backend, options) in choices(variant, self.layers, layer).items():
             if SEED in options:
                 # The seed of a site does not depend on the other sites.
                 site_seed = seed_of(self.shared["seed"] + options[SEED] + draw, number)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from efficient_attn.measure.calls import MEAN, answer
 from efficient_attn.measure.copies import copies_begin
@@ -17,7 +17,13 @@ from efficient_attn.options import SEED
 from efficient_attn.runs.study import Point
 from efficient_attn.studies.swap.names import KL
 from efficient_attn.studies.swap.record import SwapRecord
-from efficient_attn.studies.swap.subject import ModelSubject
+
+if TYPE_CHECKING:
+    from efficient_attn.studies.swap.called import CallSubject
+    from efficient_attn.studies.swap.model import TextSubject
+
+# A model with its inputs. Only the second kind needs transformers.
+ModelSubject: TypeAlias = "CallSubject | TextSubject"
 
 # A preemption would go unnoticed with a single short call per round. A round of long ones is a single call,
 # for all variants alike: warm-ups would take minutes.

@@ -201,7 +201,7 @@ class TextSubject:
         """The backends of all attention modules."""
         # All layers derive their own seeds from this seed.
         seed, tokens = self.shared["seed"] + draw, self.shared["tokens"]
-        chosen = {**self.base, **choices(self, variant, layer)}
+        chosen = {**self.base, **choices(variant, self.layers, layer)}
         return build_layers(self.sites, chosen, max_tokens=tokens, seed=seed)
 
     def plan(self, variant: Variant) -> dict[str, Any] | None:
