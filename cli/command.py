@@ -11,7 +11,7 @@ import time
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import Field
+from dataclasses import MISSING, Field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from efficient_attn.errors import IncompleteError, OptionError
-from efficient_attn.runs.study import Study, default_of
+from efficient_attn.runs.study import Study
 
 from . import DONE, INTERRUPTED, NOTHING_MEASURED, SOME_NOT_MEASURED, console
 from .flags import OutOption
@@ -205,7 +205,8 @@ def _flag(item: Field[Any]) -> str:
 
 def _declared(item: Field[Any], kind: Any) -> tuple[str, Any, Any]:
     """Name, annotation and default of a field as Typer takes them."""
-    option, default, flag = item.metadata, default_of(item), _flag(item)
+    option, flag = item.metadata, _flag(item)
+    default = None if item.default is MISSING else item.default
     switch = kind in _SWITCHES and option["parse"] is None
     form = None if switch else _METAVARS.get(kind, item.name.upper())
     if option["parse"] is not None or kind not in (*_METAVARS, *_SWITCHES):

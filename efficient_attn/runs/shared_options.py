@@ -1,6 +1,7 @@
 """Options that several studies share, each declared once: functions that make a field with a default."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from efficient_attn.errors import OptionError
@@ -44,7 +45,6 @@ def _or(help: str, default: str | None) -> str:
 
 
 def backends(*, free: bool = True, usual: str = "softmax approximations") -> Any:
-    """Backends by name or file."""
     return option(
         None,
         f"Backend names, all, or FILE.py:function; {usual} if omitted. {RUNS_CODE}",
@@ -57,7 +57,6 @@ def backends(*, free: bool = True, usual: str = "softmax approximations") -> Any
 
 
 def settings(*, free: bool = True) -> Any:
-    """Options of backends."""
     return option(
         None,
         "Backend option; several values give several variants.",
@@ -70,7 +69,6 @@ def settings(*, free: bool = True) -> Any:
 
 
 def sizes(default: Sequence[int] | None, shown: str | None = None) -> Any:
-    """Sizes of backends."""
     return option(
         default,
         _or("Number of features, rank or window: 32,64 or 32:256:x2.", shown),
@@ -85,35 +83,21 @@ def sizes(default: Sequence[int] | None, shown: str | None = None) -> Any:
 def seq_lens(
     default: Sequence[int] | None, help: str = "Sequence lengths in tokens: 512,1k or 256:4096:x2."
 ) -> Any:
-    """Sequence lengths."""
     return option(default, help, flag="--seq-len", metavar="LENGTHS", parse=parse_sizes, free=True)
 
 
-def causal() -> Any:
-    """Causal masking."""
-    return option(False, "Use a causal mask.")
-
-
 def head_dim(default: int | None, shown: str | None = None) -> Any:
-    """Head dimension."""
     return option(default, _or("Head dimension.", shown), least=1, rare=True)
 
 
 def layers(help: str = "Layer indices, from 0; all layers if omitted.") -> Any:
-    """Layers of a model or file."""
     return option(None, help, metavar="N[,N…]", parse=parse_layers, rare=True)
 
 
 def device(default: str | None, shown: str | None = None) -> Any:
-    """Device that measures."""
     return option(default, _or("auto, cpu, cuda or cuda:1.", shown))
 
 
-def threads() -> Any:
-    """Threads of PyTorch on the CPU."""
-    return option(None, "CPU threads; number of idle cores if omitted.", least=1, rare=True)
-
-
-def seed() -> Any:
-    """Random seed."""
-    return option(0, "Random seed.", least=0, most=WHOLE_NUMBER, rare=True)
+causal = partial(option, False, "Use a causal mask.")
+threads = partial(option, None, "CPU threads; number of idle cores if omitted.", least=1, rare=True)
+seed = partial(option, 0, "Random seed.", least=0, most=WHOLE_NUMBER, rare=True)

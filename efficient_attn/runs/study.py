@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import Field, dataclass, fields
 from functools import cached_property
 from importlib import import_module
 from math import inf
@@ -25,7 +25,7 @@ class Point:
         measure: Function of a module, or a partial of one, that returns the record; of a timed point it takes
             the `seconds` of the calls of one round.
         rounds: Interleaved rounds of a timed point; 0: measured once.
-        label: Name in the progress display; None: backend, length and kind.
+        label: `title`; None: backend, length and kind.
         series: Key of points whose durations are proportional to their `cost`.
         skip: Reason not to measure it.
     """
@@ -111,11 +111,6 @@ class Study:
         return cls.__module__.rpartition("studies.")[2].partition(".")[0]
 
     @classmethod
-    def summary(cls) -> str:
-        """First line of the docstring."""
-        return (cls.__doc__ or "").partition("\n")[0]
-
-    @classmethod
     def declared(cls) -> Iterator[tuple[Field[Any], Any]]:
         """Fields with a help text, which the command line has, and their types."""
         hints = get_type_hints(cls, vars(sys.modules[cls.__module__]))
@@ -176,8 +171,3 @@ class Study:
             value, default = getattr(self, item.name), item.default
             if item.name in names and (tuple(value) if isinstance(value, list) else value) != default:
                 raise OptionError(f"{item.name} has no effect {reason}.")
-
-
-def default_of(item: Field[Any]) -> Any:
-    """Default of a field, or None of a required one."""
-    return None if item.default is MISSING else item.default
