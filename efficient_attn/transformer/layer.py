@@ -7,6 +7,7 @@ the other if the backend has no parameters or buffers.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -43,7 +44,6 @@ class LayerState(NamedTuple):
 
     Attributes:
         tokens: Number of past tokens, the position of the next token.
-        backend: State of the backend.
     """
 
     tokens: int
@@ -102,17 +102,16 @@ class AttentionLayer(nn.Module):
         self._heads = (num_heads, kv_heads, kv_heads)
         if positions is not None:
             one_of("positions in a block", positions, ["rotary"])
-        self._rotary = positions is not None
-        self._rotary_options = {
-            "base": positive_number("rotary_base", rotary_base),
-            "scaling": positive_number("rotary_scaling", rotary_scaling),
-        }
+        positive_number("rotary_base", rotary_base)
+        positive_number("rotary_scaling", rotary_scaling)
+        rotary = partial(rotate, base=rotary_base, scaling=rotary_scaling)
+        self._rotate = None if positions is None else rotary
         if norm_eps is not None:
             positive_number("norm_eps", norm_eps)
         # Identities have no entries in state dicts.
         self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
-        if self._rotary:
+        if self._rotate is not None:
             check_even("head_dim", self.head_dim, "rotary")
         rows = sum(self._heads) * self.head_dim
         self.in_proj_weight = nn.Parameter(torch.empty(rows, model_dim))
@@ -196,12 +195,9 @@ class AttentionLayer(nn.Module):
         """q, k and v of x as views of one product, [batch heads tokens head_dim]."""
         q, k, v = self._project_rows(x, slice(None)).split(self._heads, dim=1)
         q, k = self.q_norm(q), self.k_norm(k)
-        if self._rotary:
+        if self._rotate is not None:
             q, k = (at_positions(self._rotate, heads, start) for heads in (q, k))
         return q, k, v
-
-    def _rotate(self, x: Tensor, start: int) -> Tensor:
-        return rotate(x, start, **self._rotary_options)
 
     def _join(self, heads: Tensor) -> Tensor:
         return self.out_proj(heads.transpose(1, 2).flatten(2))
@@ -215,13 +211,14 @@ class AttentionLayer(nn.Module):
             )
         if not self.backend.supports_cross:
             raise UnsupportedError(f"Backend {name!r} cannot read another sequence: it takes no context.")
-        if self._rotary:
+        if self._rotate is not None:
             raise UnsupportedError(
                 "Rotary positions compare tokens of one sequence: a layer that reads a context has none."
             )
 
     def extra_repr(self) -> str:
-        return f"model_dim={self.model_dim}, heads of q, k, v: {self._heads}, rotary={self._rotary}"
+        rotary = self._rotate is not None
+        return f"model_dim={self.model_dim}, heads of q, k, v: {self._heads}, rotary={rotary}"
 
 
 def check_sequence(name: str, x: Any, model_dim: int) -> None:
