@@ -263,7 +263,8 @@ class AttentionMode(TorchFunctionMode):
                 named["need_weights"] = False
             elif named.get("need_weights", True):
                 self.unreached(WEIGHTS_ASKED)
-            return _multi_head(self, **named)
+            with _Again(self, _same_tensor(named["query"], named["key"])):
+                return _MULTI_HEAD(**named)
         if torch.compiler.is_compiling() and func is torch.ops.higher_order.tag_activation_checkpoint:
             # A checkpoint in a graph, which turns the mode off for its function.
             return func(partial(_again, self, args[0]), *args[1:], **options)
@@ -287,11 +288,6 @@ class _Again(TorchFunctionMode):
 def _again(mode: AttentionMode, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     with _Again(mode):
         return function(*args, **options)
-
-
-def _multi_head(mode: AttentionMode, query: Tensor, key: Tensor, **options: Any) -> Any:
-    with _Again(mode, _same_tensor(query, key)):
-        return _MULTI_HEAD(query, key, **options)
 
 
 def _same_tensor(x: Tensor, y: Tensor) -> bool:

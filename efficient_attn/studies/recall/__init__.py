@@ -55,7 +55,8 @@ class Recall(Study):
 
     def points(self) -> Points:
         """Seed by seed: an interrupted run has the same seeds of every backend."""
-        from efficient_attn.studies.recall.measure import measure
+        from efficient_attn.measure.calls import answer
+        from efficient_attn.studies.recall.measure import measured
 
         course = Course(self.pairs, self.steps)
         for seed in range(self.seed, self.seed + self.seeds):
@@ -63,7 +64,7 @@ class Recall(Study):
             points = []
             for variant in self._variants:
                 case = variant.case(kind="recall", **same)
-                call = partial(measure, case, variant.target, course)
+                call = partial(answer, case, partial(measured, case, variant.target, course))
                 label = f"{case.label}, seed {case.seed}"
                 points.append(Point(case=case, measure=call, label=label, series=case.label))
             yield points

@@ -6,7 +6,6 @@ and the sum of the values, whatever was learned, and no information on their pai
 """
 
 import math
-from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend, calibrate
 from efficient_attn.measure import calls
-from efficient_attn.measure.calls import answer
 from efficient_attn.measure.error import outputs_checked
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant
@@ -82,12 +80,8 @@ def learner(course: Course, case: Case, target: Any) -> Learner:
     return model
 
 
-def measure(case: Case, target: Any, course: Course) -> Record:
+def measured(case: Case, target: Any, course: Course) -> Record:
     """Train one backend from one seed, and test it on sequences that nothing was trained on."""
-    return answer(case, partial(_measured, case, target, course))
-
-
-def _measured(case: Case, target: Any, course: Course) -> Record:
     model = learner(course, case, target)
     keys, values, _ = course.draw(BATCH, seed=case.seed, stream=LEARNED, number=0)
     calibrated = model.backend.needs_calibration
