@@ -21,7 +21,6 @@ ENVIRONMENT_BYTES, CONFIG_BYTES, TEXT_BYTES, TOKENIZER_BYTES = 1 << 22, 1 << 22,
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file."""
     # Reading a pipe or a device may take for ever.
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", str(path))

@@ -188,7 +188,6 @@ def register(
 
 
 def add_spec(spec: BackendSpec) -> None:
-    """Add a backend to the table."""
     stored = SPECS.get(spec.name)
     # A file that is imported again, or a notebook cell that is run again, may register its function again.
     if stored is not None and _origin(stored) != _origin(spec):

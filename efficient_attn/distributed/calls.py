@@ -82,7 +82,6 @@ def in_force(layout: Layout) -> AbstractContextManager[None]:
 
 
 def exchange_of(backend: Backend) -> Exchange:
-    """The exchange of a backend between ranks."""
     kind = backend.spec.capabilities.sharded
     if kind is None:
         names = ", ".join(name for name, spec in sorted(SPECS.items()) if spec.capabilities.sharded)
@@ -124,9 +123,6 @@ def check_agreeing(
 
     Collectives of other shapes would end the process or hang. On the CPU every call is compared; on other
     devices, the first of each backend with its description.
-
-    Args:
-        call: Prefix of the description.
     """
     exchange_of(backend)
     device = q.device if isinstance(q, Tensor) else torch.get_default_device()

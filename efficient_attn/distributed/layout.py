@@ -26,7 +26,6 @@ class Layout(NamedTuple):
 
     @property
     def num_segments(self) -> int:
-        """Number of segments of the whole sequence."""
         return self.ranks * len(self.segments(0))
 
     def segments(self, rank: int) -> list[int]:
@@ -56,7 +55,6 @@ class Layout(NamedTuple):
 
 
 def layout_of(mesh: DeviceMesh, kind: str) -> Layout:
-    """The layout over the ranks of a mesh."""
     one_of("layout", kind, KINDS)
     if mesh.ndim != 1:
         raise ShapeError(

@@ -50,12 +50,7 @@ def save_activations(captured: Captured, path: str | Path) -> None:
 class Capturing(SiteMode):
     """Captured calls of a `with` block: real tokens of the first batch entry.
 
-    The first call of a site counts.
-
-    Attributes:
-        sites: Activations by site, in the order of calls.
-        causal: {site: whether its call is causal}.
-        left_out: {site: reason} of calls that cannot be stored.
+    The first call of a site counts. `left_out` has the reasons of calls that cannot be stored.
     """
 
     def __init__(self, model: nn.Module | None, chosen: Callable[[str], bool]) -> None:

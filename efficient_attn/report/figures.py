@@ -134,12 +134,10 @@ class Plot(NamedTuple):
 
     @property
     def charts(self) -> tuple[Chart, ...]:
-        """All charts, row by row."""
         return tuple(chart for row in self.rows for chart in row if chart is not None)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to draw."""
         return not any(chart.draw or chart.drawable().series for chart in self.charts)
 
     @property

@@ -256,7 +256,6 @@ class Engine:
             self._report(self._progress(point, record))
 
     def _progress(self, point: Point, record: Record) -> Progress:
-        """State of the run after a record of a point."""
         remaining_s = sum(
             self._durations.next_s(left) * (left.rounds - self._store.rounds(left.case) if left.rounds else 1)
             for left in self._missing.values()

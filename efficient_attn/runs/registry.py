@@ -15,7 +15,6 @@ _SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 
 @cache
 def studies() -> dict[str, type[Study]]:
-    """Every study by its name."""
     paths = importlib.import_module(_FOLDER).__path__
     registered = {}
     for name in sorted(module.name for module in pkgutil.iter_modules(paths)):
@@ -31,7 +30,6 @@ def studies() -> dict[str, type[Study]]:
 
 
 def find(name: str) -> type[Study]:
-    """The study of that name."""
     if name not in studies():
         raise UnknownNameError("study", name, studies())
     return studies()[name]

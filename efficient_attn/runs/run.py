@@ -135,7 +135,6 @@ def run_study(
     return results
 
 
-# Options of every run.
 _OF_A_RUN = {
     "out": "Folder to which every record is written as soon as it exists.",
     "resume": "Continue the run in `out`; measured points are kept, and so are options that are not named.",

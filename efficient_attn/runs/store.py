@@ -79,7 +79,6 @@ def differences(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a run."""
     try:
         return read_object(read_bytes(path, ENVIRONMENT_BYTES), str(path))
     except OSError as error:
@@ -225,5 +224,4 @@ class Store:
 
 
 def over_budget(record: Record) -> bool:
-    """Whether the budget skipped the point."""
     return record.status == "skipped" and (record.reason or "").endswith(OVER_BUDGET)

@@ -225,7 +225,6 @@ class Curve(NamedTuple):
 
     @property
     def measured(self) -> tuple[CurvePoint, ...]:
-        """All points with a value."""
         return tuple(point for point in self.points if point.value is not None)
 
 

@@ -56,11 +56,9 @@ class GpuCheck(NamedTuple):
 
     @property
     def outcomes(self) -> set[str]:
-        """Outcomes of all kernels in all precisions."""
         return {entry["outcome"] for _, _, entry in _entries(self.verdict["kernels"])}
 
     def tables(self) -> list[Table]:
-        """Outcomes of the check, and times."""
         rows, notes = [], [*self.verdict["notes"]]
         for kernel, precision, entry in _entries(self.verdict["kernels"]):
             shares = [f"{verb} {share:.2f}" for verb, share in entry.get("worst", {}).items()]

@@ -55,7 +55,6 @@ class BlockState(NamedTuple):
     """Streaming state of a block.
 
     Attributes:
-        attention: State of the self-attention.
         context: Projected context; None without cross-attention.
     """
 
@@ -100,7 +99,6 @@ class BlockOptions:
         return cls(**chosen), {name: value for name, value in options.items() if name not in names}
 
     def build_norm(self, model_dim: int) -> nn.Module:
-        """A norm of embeddings."""
         eps = {} if self.norm_eps is None else {"eps": self.norm_eps}
         return NORM_TYPES[self.norm_type](model_dim, **eps)
 
@@ -115,7 +113,6 @@ class Residual(nn.Module):
         self._before = options.norm == "pre"
 
     def pre(self, x: Tensor) -> Tensor:
-        """Input of the sublayer."""
         return self.norm(x) if self._before else x
 
     def post(self, x: Tensor, y: Tensor) -> Tensor:

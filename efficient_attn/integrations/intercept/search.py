@@ -37,7 +37,6 @@ class SiteSearch(SiteMode):
 
     Attributes:
         reasons: {site: reason why it stays exact, or None}.
-        built: {site: its backend}.
         first: {site: shapes of queries and keys, dtype and device of its most informative call}.
         crossed: Sites whose queries and keys are of two sequences.
         unsure: Sites whose backend compares positions and whose keys may be of another sequence.

@@ -162,7 +162,6 @@ def build_assignment(
     layers: Mapping[str, Mapping[str, Any]],
     source: str,
 ) -> dict[str, Backend]:
-    """Build the assigned backend of all attention modules."""
     by_name = {_base_path(model, site.path): site for site in sites}
     if by_name.keys() != layers.keys():
         raise DataError(f"{source}: the layers in efficient_attn belong to another model.")

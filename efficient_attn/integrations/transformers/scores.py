@@ -92,7 +92,6 @@ class CappedAttention(NamedTuple):
         return self(q, cache.k, cache.v, key_mask=mask_of(cache)), after
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, rows: slice) -> Tensor:
-        """The output of some queries."""
         queries, read = q[:, :, rows], slice(None)
         if self.backend.problem.causal:
             past = k.shape[2] - q.shape[2]

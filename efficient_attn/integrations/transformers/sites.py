@@ -179,7 +179,6 @@ def _site_kind(path: str, module: Any, config: Any, layer: int) -> str:
 
 
 def _site_pattern(kind: str, module: Any, config: Any) -> MaskPattern:
-    """Expected mask pattern of the module."""
     reads_back = getattr(module, "is_causal", False) or getattr(module, "is_decoder", False)
     causal = reads_back and getattr(config, "is_causal", True) and kind != "cross"
     if kind != "sliding":

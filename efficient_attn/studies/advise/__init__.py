@@ -168,7 +168,6 @@ class Advise(Study):
         return parse_sizes(default if self.seq_lens is None else self.seq_lens, name="seq_lens")
 
     def _targets(self, defaults: Mapping[str, float]) -> dict[str, float]:
-        """The targets that apply, by their names."""
         others = [name for name in _TARGETS if name not in defaults]
         self.refuse(*others, reason=f"here; use {', '.join(defaults)}")
         values = {name: value for name in defaults if (value := getattr(self, name)) is not None}

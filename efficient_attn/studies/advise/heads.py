@@ -54,7 +54,6 @@ class HeadPlan(NamedTuple):
 
     @property
     def by_layer(self) -> dict[int, list[int]]:
-        """Numbers of the heads by layer."""
         layers = sorted({layer for layer, _ in self.heads})
         return {layer: sorted(head for place, head in self.heads if place == layer) for layer in layers}
 
@@ -133,7 +132,6 @@ def _ranked(record: AdviseRecord, subject: ModelSubject) -> list[tuple[int, int]
 
 
 def _kv_heads(subject: ModelSubject) -> int:
-    """Key/value heads of a layer."""
     return int(subject.shared["num_kv_heads"] or subject.shared["num_heads"])
 
 

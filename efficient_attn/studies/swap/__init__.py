@@ -32,7 +32,6 @@ _SAVED_TOKENS = 512
 
 
 def text_option() -> Any:
-    """Texts that a model reads."""
     return option(
         None,
         "UTF-8 text file (repeatable); six shipped texts if omitted.",

@@ -217,7 +217,6 @@ class CallSubject:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Names of the model and of its call sites."""
         sites = {str(number): site for number, site in self.sites.items()}
         return {"model": self.called.name, "digest": self.called.digest, "sites": sites}
 
@@ -241,7 +240,6 @@ class CallSubject:
         return self.called.run()
 
     def distances(self, number: int) -> dict[str, float]:
-        """Distances of the present output from the exact one."""
         replaced, exact = self.called.output(), self.exact[number]
         return {
             "output_relative_error": relative_error(replaced, exact),

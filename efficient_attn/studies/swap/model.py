@@ -198,7 +198,6 @@ class TextSubject:
             yield calibrate_on(self.model, list(backends.values()), text)
 
     def build(self, variant: Variant, draw: int = 0, layer: int | None = None) -> dict[str, Any]:
-        """The backends of all attention modules."""
         # All layers derive their own seeds from this seed.
         seed, tokens = self.shared["seed"] + draw, self.shared["tokens"]
         chosen = {**self.base, **choices(variant, self.layers, layer)}
