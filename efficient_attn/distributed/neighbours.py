@@ -99,9 +99,8 @@ def with_neighbours(x: Tensor, back: int, ahead: int, layout: Layout) -> list[Te
     needed = [_runs(layout, layout.rank, rank, tokens, back, ahead) for rank in ranks]
     sent = [_runs(layout, rank, layout.rank, tokens, back, ahead) for rank in ranks]
     rows = x.movedim(-2, 0)
-    local = [_local(run, parts, positions) for runs in sent for run in runs]
     received = moved(
-        torch.cat([rows[:0], *(rows[part] for part in local)]),
+        torch.cat([rows[:0], *(rows[run.place] for runs in sent for run in runs)]),
         [sum(len(run.positions) for run in runs) for runs in sent],
         [sum(len(run.positions) for run in runs) for runs in needed],
         layout,
@@ -125,10 +124,12 @@ class _Run(NamedTuple):
     Attributes:
         segment: Index of the segment that needs them, among the segments of its rank.
         positions: Positions in the sequence.
+        place: Place in the tokens of the rank that holds them.
     """
 
     segment: int
     positions: range
+    place: slice
 
 
 def _runs(layout: Layout, reader: int, owner: int, tokens: int, back: int, ahead: int) -> list[_Run]:
@@ -138,16 +139,11 @@ def _runs(layout: Layout, reader: int, owner: int, tokens: int, back: int, ahead
     for segment, near in enumerate(layout._replace(rank=reader).positions(tokens)):
         before = range(max(near.start - back, 0), near.start)
         after = range(near.stop, min(near.stop + ahead, end))
-        for owned in layout._replace(rank=owner).positions(tokens):
+        owned_positions = layout._replace(rank=owner).positions(tokens)
+        for part, owned in zip(layout.parts(tokens), owned_positions, strict=True):
             for side in (before, after):
                 run = range(max(side.start, owned.start), min(side.stop, owned.stop))
+                shift = part.start - owned.start
                 if run:
-                    runs.append(_Run(segment, run))
+                    runs.append(_Run(segment, run, slice(run.start + shift, run.stop + shift)))
     return runs
-
-
-def _local(run: _Run, parts: list[slice], positions: list[range]) -> slice:
-    """Place of the run in the tokens of the rank that holds it."""
-    segments = zip(parts, positions, strict=True)
-    shift = next(part.start - near.start for part, near in segments if run.positions.start in near)
-    return slice(run.positions.start + shift, run.positions.stop + shift)
