@@ -86,14 +86,26 @@ def head_steps(
         # As many heads, drawn by chance: what the rank is worth.
         drawn = random.Random(choosing.shared["seed"]).sample(heads, len(plan.heads))
         yield _planned(held_out, RANDOM_HEADS, plan._replace(heads=drawn))
-        yield _retrieved(held_out, variant)
+        case = case_of(held_out, RETRIEVAL, variant)
+        yield Point(
+            case=case,
+            measure=partial(answer, case, partial(_retrieval, case, variant, held_out)),
+            label=f"{variant.label}, {case.tokens} tokens, numbers in a text",
+            series=RETRIEVAL,
+            # One pass of the plan and one of the model for each prompt.
+            cost=2.0 * PROMPTS * work(case),
+        )
 
 
 def _counted(
     subject: TextSubject, targets: Targets, choice: Choice, labels: Iterator[str]
 ) -> Generator[Point | list[Point], Any, HeadPlan | None]:
     """Rank the heads and bisect the number that may use a window, or None if a point failed."""
-    record = yield _rank_point(subject.loaded or subject, choice)
+    loaded = subject.loaded or subject
+    case = case_of(loaded, HEADS, replace(OWN_ATTENTION, options=choice.options))
+    call = partial(answer, case, partial(_scored, case, loaded, choice))
+    # A backward pass took twice as long as a forward pass.
+    record = yield Point(case=case, measure=call, series=OWN, cost=3.0 * work(case))
     if record.status != "ok":
         return None
     ranked = _ranked(record, subject)
@@ -110,17 +122,6 @@ def _counted(
             return None
         fewest, most = (fewest, count) if targets.halved().missed(record) else (count, most)
     return HeadPlan(ranked[:fewest], choice)
-
-
-def _rank_point(subject: TextSubject, choice: Choice) -> Point:
-    case = case_of(subject, HEADS, replace(OWN_ATTENTION, options=choice.options))
-    return Point(
-        case=case,
-        measure=partial(answer, case, partial(_scored, case, subject, choice)),
-        series=OWN,
-        # A backward pass took twice as long as a forward pass.
-        cost=3.0 * work(case),
-    )
 
 
 def _ranked(record: AdviseRecord, subject: ModelSubject) -> list[tuple[int, int]]:
@@ -163,18 +164,6 @@ def _planned(subject: TextSubject, label: str, plan: HeadPlan) -> Point:
         streaming,
         streaming_heads=len(plan.heads),
         key_heads=_kv_heads(subject) * len(subject.layers),
-    )
-
-
-def _retrieved(subject: TextSubject, variant: Variant) -> Point:
-    case = case_of(subject, RETRIEVAL, variant)
-    return Point(
-        case=case,
-        measure=partial(answer, case, partial(_retrieval, case, variant, subject)),
-        label=f"{variant.label}, {case.tokens} tokens, numbers in a text",
-        series=RETRIEVAL,
-        # One pass of the plan and one of the model for each prompt.
-        cost=2.0 * PROMPTS * work(case),
     )
 
 
