@@ -267,20 +267,3 @@ def _head_size(model_dim: int, num_heads: int, kv_heads: int, head_dim: int | No
     if model_dim % num_heads:
         raise OptionError(f"model_dim={model_dim} is not divided by num_heads={num_heads}: give head_dim.")
     return model_dim // num_heads
-
-
-def share_layers(layers: list[AttentionLayer]) -> None:
-    """Share backend parameters between all layers whose option `sharing` is "layers".
-
-    The other layers hold the module without registering it, so that parameters and state dict contain it
-    once and a deep copy keeps it shared.
-    """
-    backends = [
-        layer.backend for layer in layers if getattr(layer.backend.options, "sharing", None) == "layers"
-    ]
-    if not backends:
-        return
-    owner, *readers = backends
-    for reader in readers:
-        del reader.core
-        object.__setattr__(reader, "core", owner.core)

@@ -21,13 +21,7 @@ from efficient_attn.problem import positive_count
 from efficient_attn.registry import BackendSpec
 from efficient_attn.sharding import at_positions, installed, whole_tokens
 from efficient_attn.transformer.block import BlockOptions, TransformerBlock, accept_names
-from efficient_attn.transformer.layer import (
-    AttentionLayer,
-    check_arguments,
-    check_mask,
-    check_sequence,
-    share_layers,
-)
+from efficient_attn.transformer.layer import AttentionLayer, check_arguments, check_mask, check_sequence
 from efficient_attn.transformer.positions import KINDS, LearnedPositions, add_sinusoidal_positions, check_even
 
 # Names of submodules in torch's stacks.
@@ -294,6 +288,20 @@ class Transformer(nn.Module):
     def _encode(self, source: Tensor, source_mask: Tensor | None) -> Tensor:
         check_mask("source_mask", source_mask, "source", source)
         return self.encoder(source, key_mask=source_mask)
+
+
+def share_layers(layers: list[AttentionLayer]) -> None:
+    """Share backend parameters between all layers whose option `sharing` is "layers".
+
+    The other layers hold the module without registering it, so that parameters and state dict contain it
+    once and a deep copy keeps it shared.
+    """
+    backends = [
+        layer.backend for layer in layers if getattr(layer.backend.options, "sharing", None) == "layers"
+    ]
+    for reader in backends[1:]:
+        del reader.core
+        object.__setattr__(reader, "core", backends[0].core)
 
 
 def resolve_pairs(

@@ -17,7 +17,6 @@ from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import spawn_seeds
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import ShownKeys, keys_to_last_query, read_mask
 from efficient_attn.problem import AttentionProblem
@@ -164,10 +163,6 @@ class Site(NamedTuple):
     def __str__(self) -> str:
         name = self.module or "model"
         return f"{name}#{self.number}" if self.number else name
-
-
-def seed_of(seed: int, index: int) -> int:
-    return spawn_seeds(seed, index + 1)[index]
 
 
 def unsure_modules(calls: Mapping[Site, int]) -> dict[str, str]:

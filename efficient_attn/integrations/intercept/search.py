@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import build_for, resolve, seeded
+from efficient_attn.backends import build_for, resolve, seeded, spawn_seeds
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnknownNameError, UnsupportedError
 from efficient_attn.integrations.intercept.calls import (
     CALL_SDPA,
@@ -19,7 +19,6 @@ from efficient_attn.integrations.intercept.calls import (
     SiteMode,
     compiler_stance,
     detour,
-    seed_of,
     unsure_modules,
 )
 from efficient_attn.registry import Choice
@@ -96,7 +95,8 @@ class SiteSearch(SiteMode):
         shown = call.shown_keys()
         if isinstance(shown, str):
             return shown
-        (choice, max_tokens), seed = matching[0], seed_of(self._seed, [*self.reasons, site].index(site))
+        (choice, max_tokens), place = matching[0], [*self.reasons, site].index(site)
+        seed = spawn_seeds(self._seed, place + 1)[place]
         spec = resolve(choice.backend)
         try:
             problem = call.problem(shown, max_tokens)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
@@ -22,30 +22,15 @@ from efficient_attn.integrations.assignment_files import check_assignment, is_as
 from efficient_attn.integrations.capture import capture
 from efficient_attn.integrations.intercept.calls import evaluating
 from efficient_attn.integrations.masks import CAUSAL, FULL
+from efficient_attn.integrations.transformers import loading
 from efficient_attn.integrations.transformers.assignment import (
     assignment_of,
     build_all,
     build_assignment,
     choose_backends,
 )
-from efficient_attn.integrations.transformers.attend import (
-    NAME,
-    NO_WEIGHTS,
-    PATTERN,
-    SOFT_CAP,
-    SUBMODULE,
-    backend_attention,
-    make_mask,
-)
+from efficient_attn.integrations.transformers.attend import NAME, NO_WEIGHTS, PATTERN, SOFT_CAP, SUBMODULE
 from efficient_attn.integrations.transformers.caches import needs_state, replace_cache_layer
-from efficient_attn.integrations.transformers.loading import (
-    data_errors,
-    model_class,
-    read_config,
-    read_model,
-    refuse_tensors,
-    weight_files,
-)
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, ignored, unwrap
 from efficient_attn.ops.dtypes import upcast
 
@@ -60,11 +45,6 @@ _HOOK = "_efficient_attn_hook"
 _PACKED = "_efficient_attn_packed"
 
 _log = logging.getLogger(__name__)
-
-
-AttentionInterface.register(NAME, backend_attention)
-# Without a mask function of the same name transformers silently drops all masks.
-AttentionMaskInterface.register(NAME, make_mask)
 
 
 def attach(
@@ -126,12 +106,9 @@ def attach(
 @contextmanager
 def swapped(model: M, backend: Any = None, **arguments: Any) -> Iterator[M]:
     """Attach backends with the arguments of `attach`, and restore the model on exit."""
-    restore = _snapshot(unwrap(model))
-    attach(model, backend, **arguments)
-    try:
-        yield model
-    finally:
-        restore()
+    with ExitStack() as stack:
+        stack.callback(_snapshot(unwrap(model)))
+        yield attach(model, backend, **arguments)
 
 
 @contextmanager
@@ -139,11 +116,9 @@ def installed(
     model: PreTrainedModel, sites: list[AttentionSite], backends: Mapping[str, Backend]
 ) -> Iterator[None]:
     """Install built backends, and restore the model on exit."""
-    restore = install(model, sites, backends)
-    try:
+    with ExitStack() as stack:
+        stack.callback(install(model, sites, backends))
         yield
-    finally:
-        restore()
 
 
 def install(
@@ -287,8 +262,8 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
         DataError: If the folder holds no such model, or tensors or assignment do not match it.
     """
     path = Path(folder)
-    weight_files(path)
-    config = read_config(path)
+    loading.weight_files(path)
+    config = loading.read_config(path)
     assignment, source = getattr(config, SUBMODULE, None), path / "config.json"
     if assignment is None:
         raise DataError(
@@ -296,9 +271,9 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
             "when the model was saved. Use from_pretrained and attach."
         )
     layers = check_assignment(assignment, str(source))
-    model, report = read_model(path, model_class(config, path), **arguments)
+    model, report = loading.read_model(path, loading.model_class(config, path), **arguments)
     rest = [name for name in report["unexpected_keys"] if f".{SUBMODULE}." not in name]
-    refuse_tensors(path, "has, beyond the model,", rest)
+    loading.refuse_tensors(path, "has, beyond the model,", rest)
     _install_assignment(model, layers, source)
     return model
 
@@ -306,7 +281,7 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
 def _install_assignment(model: PreTrainedModel, layers: dict[str, dict[str, Any]], source: Path) -> None:
     sites, folder = observed_sites(model), source.parent
     saved: dict[str, dict[str, Tensor]] = {site.path: {} for site in sites}
-    with data_errors(f"Cannot read the safetensors of {folder}"):
+    with loading.data_errors(f"Cannot read the safetensors of {folder}"):
         for file in sorted(folder.glob("model*.safetensors")):
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 (no mapping)
@@ -317,7 +292,7 @@ def _install_assignment(model: PreTrainedModel, layers: dict[str, dict[str, Any]
     for path, backend in backends.items():
         state = saved[path]
         state |= {name: state[first] for name, first in second_names(backend).items() if first in state}
-        with data_errors(
+        with loading.data_errors(
             f"{folder}: the tensors saved for {path}.{SUBMODULE} do not fit backend {backend.spec.name!r}"
         ):
             backend.load_state_dict(state)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from efficient_attn import sharding
@@ -339,3 +340,8 @@ def _run_backend(backend: Any, query: Tensor, key: Tensor, value: Tensor, visibl
     k, v = key[:, :, : visible.keys], value[:, :, : visible.keys]
     k, v, key_mask = keys_to_last_query(k, v, visible.key_mask, visible.ends)
     return backend(query, k, v, key_mask=key_mask).transpose(1, 2).contiguous()
+
+
+AttentionInterface.register(NAME, backend_attention)
+# Without a mask function of the same name transformers silently drops all masks.
+AttentionMaskInterface.register(NAME, make_mask)

@@ -10,12 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicSlidingWindowLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError

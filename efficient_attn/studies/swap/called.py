@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from efficient_attn.backends import spawn_seeds
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.external import is_address, object_at
 from efficient_attn.integrations.assignment_files import assignment_of_backends
-from efficient_attn.integrations.intercept.calls import CALL_SDPA, CROSS, AttentionMode, seed_of
+from efficient_attn.integrations.intercept.calls import CALL_SDPA, CROSS, AttentionMode
 from efficient_attn.integrations.intercept.replaced import ReplacedSites, replace
 from efficient_attn.integrations.intercept.search import SiteSearch
 from efficient_attn.measure.error import cosine_distance, relative_error
@@ -268,8 +269,8 @@ class CallSubject:
         for number, (backend, options) in choices(variant, self.layers, layer).items():
             if SEED in options:
                 # The seed of a site does not depend on the other sites.
-                site_seed = seed_of(self.shared["seed"] + options[SEED] + draw, number)
-                options = {**options, SEED: site_seed}
+                seeds = spawn_seeds(self.shared["seed"] + options[SEED] + draw, number + 1)
+                options = {**options, SEED: seeds[number]}
             chosen[escape(self.sites[number])] = (backend, dict(options))
         return replace(self.model, chosen, example=self.example.seeded, strict=True)
 
