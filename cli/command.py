@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import MISSING, Field
@@ -43,7 +42,6 @@ _OF_A_RUN = {
     "resume": ("Continue the run in --out; measured points are kept.", "--resume"),
     "dry_run": ("List the points without measuring them.", "--dry-run"),
     "as_json": ("Print one JSON document to stdout.", "--json"),
-    "open_page": ("Open report.html in the browser at the end.", "--open"),
     "quiet": ("Print only the results folder: no progress, tables or notes.", "--quiet", "-q"),
 }
 _BUDGET = typer.Option(metavar="TIME", help="Time limit: 90s, 2m or 1h; remaining points are skipped.")
@@ -70,7 +68,6 @@ def command_of(study: type[Study]) -> Callable[..., None]:
         resume: bool,
         dry_run: bool,
         as_json: bool,
-        open_page: bool,
         quiet: bool,
         help_all: bool,
         **values: Any,
@@ -94,7 +91,6 @@ def command_of(study: type[Study]) -> Callable[..., None]:
                 typed[item.name] = parse(value, name=_flag(item)) if parse else value
         budget_s = None if budget is None else parse_seconds(budget, name="--budget")
 
-        from efficient_attn.report.files import REPORT
         from efficient_attn.runs.run import prepare, run_study
         from efficient_attn.runs.store import open_folder, run_folder
 
@@ -132,8 +128,6 @@ def command_of(study: type[Study]) -> Callable[..., None]:
                 )
             except IncompleteError as ending:
                 results = ending.results
-        if open_page:
-            webbrowser.open((folder / REPORT).resolve().as_uri())
         named = getattr(requested, "backends", None)
         finish(results, named, folder=folder, as_json=as_json, quiet=quiet)
 
