@@ -16,6 +16,8 @@ from efficient_attn.stats.estimates import Namer, call_time, half_width, namer, 
 
 REGRESSION, IMPROVEMENT, UNCHANGED = "regression", "improvement", "unchanged"
 CHANGED, UNCLEAR = "changed", "no evidence of change"
+# The worst first.
+VERDICTS = (REGRESSION, IMPROVEMENT, UNCLEAR, CHANGED, UNCHANGED)
 
 # Trainings from several seeds are repetitions of one measurement.
 _OVER_SEEDS = ("recall",)

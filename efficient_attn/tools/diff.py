@@ -13,16 +13,7 @@ from efficient_attn.report.text import flat
 from efficient_attn.runs.registry import any_record, studies
 from efficient_attn.runs.results import Results, read_one
 from efficient_attn.runs.store import CODE, GPU_SOFTWARE, differences
-from efficient_attn.stats.diff import (
-    CHANGED,
-    IMPROVEMENT,
-    REGRESSION,
-    UNCHANGED,
-    UNCLEAR,
-    Change,
-    RunComparison,
-    compare_runs,
-)
+from efficient_attn.stats.diff import CHANGED, REGRESSION, UNCLEAR, VERDICTS, Change, compare_runs
 
 # Entries of the environment that identify the machine, and others that affect results.
 _MACHINE = ("processor", "cores", "gpu.name", "gpu.memory_bytes")
@@ -30,8 +21,6 @@ _SOFTWARE = ("torch", *GPU_SOFTWARE, "packages", "python", "system", "variables"
 
 # Settings that the cases of a run share; two runs with other ones have no common case.
 _SETTINGS = ("threads", "dtype", "device", "batch", "num_heads", "head_dim", "causal", "backward")
-
-_ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, CHANGED)
 
 # Largest number of listed cases that only one run has.
 _MOST_NAMES = 12
@@ -59,7 +48,7 @@ class Diff:
         self.failing = tuple(names() if fail_on is None else fail_on)
         self._limits = fail_on or {}
         self._runs = old, new
-        self.comparison: RunComparison = compare_runs(old.records, new.records, thresholds=fail_on)
+        self.comparison = compare_runs(old.records, new.records, thresholds=fail_on)
 
     def __repr__(self) -> str:
         return f"Diff({' '.join(self.sentences())} .regressions, .tables())"
@@ -92,7 +81,7 @@ class Diff:
 
     def tables(self) -> list[Table]:
         """Changed and unclear comparisons, the worst first. Empty if there are none."""
-        changed = [change for verdict in _ORDER for change in self.comparison.of(verdict)]
+        changed = [change for verdict in VERDICTS[:-1] for change in self.comparison.of(verdict)]
         notes = [
             f"{change.name}, {change.tokens} tokens, {change.kind}: {change.remark}"
             for change in changed
@@ -104,7 +93,7 @@ class Diff:
         """Number of comparisons by verdict, then settings and cases of one run."""
         comparison = self.comparison
         counts = Counter(change.verdict for change in comparison.changes)
-        verdicts = [f"{counts[verdict]} {verdict}" for verdict in (*_ORDER, UNCHANGED) if counts[verdict]]
+        verdicts = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]]
         sentences = [f"{len(comparison.changes)} comparisons: {', '.join(verdicts)}."] if verdicts else []
         if any(change.quantity == "time_s" for change in comparison.of(UNCLEAR)):
             sentences.append("Some times differ within their 95 % interval. Rerun both with more --rounds.")

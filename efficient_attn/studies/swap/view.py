@@ -5,18 +5,8 @@ from typing import NamedTuple
 
 from efficient_attn.measure.record import Case
 from efficient_attn.measure.variants import MODEL, OWN, UNIFORM_ATTENTION, YARDSTICK
+from efficient_attn.report import text
 from efficient_attn.report.table import NOT_MEASURED, ORIGINAL, Table
-from efficient_attn.report.text import (
-    calibration_note,
-    compared,
-    failure_notes,
-    heading,
-    mark_notes,
-    show_error,
-    show_ratio,
-    show_spread,
-    three_digits,
-)
 from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats.estimates import call_time, grouped, time_ratio
 from efficient_attn.studies.swap.names import (
@@ -118,12 +108,12 @@ def sentences(records: Sequence[SwapRecord], run: Run[Settled]) -> list[str]:
 def show_quantity(quantity: str, value: float) -> str:
     """A distance as the cosine, others unchanged."""
     if quantity == PERPLEXITY:
-        return three_digits(value)
+        return text.three_digits(value)
     if quantity == LOSS:
         return f"{value:+.4f}"
     if quantity in (MEAN_POOL, OUTPUT_COSINE):
         return f"{1 - value:.{4 if value > 1e-4 else 7}f}"
-    return show_error(value)
+    return text.show_error(value)
 
 
 def quantity_words(quantity: str, value: float) -> str:
@@ -148,14 +138,14 @@ def _whole(swap: SwappedModel) -> Table:
         "over texts and draws with 95 % intervals; time and memory are for one forward pass on one text.",
         f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse than {UNIFORM_ATTENTION}. "
         "Starred or bold: best.",
-        *mark_notes(rows),
-        *calibration_note(wholes),
-        *failure_notes(swap.records),
+        *text.mark_notes(rows),
+        *text.calibration_note(wholes),
+        *text.failure_notes(swap.records),
     )
     time, speed, memory = "time, ms", f"speed, {ORIGINAL} 1×", "memory, MiB"
     columns = ("backend", *(NAMES[quantity] for quantity in measured), time, speed, memory)
     lower = (KL, PERPLEXITY, HIDDEN, OUTPUT)
-    return Table(f"Attention replaced: {heading(swap.case)}", columns, tuple(rows), notes).compared(
+    return Table(f"Attention replaced: {text.heading(swap.case)}", columns, tuple(rows), notes).compared(
         errors=[NAMES[name] for name in measured if name in lower],
         scores=[NAMES[name] for name in measured if name not in (*lower, LOSS)],
         costs=(time, memory),
@@ -167,11 +157,11 @@ def _cost_cells(row: SwapRow, reference: SwapRecord | None) -> tuple[str, str, s
     """Cells of time in ms, speed-up over the reference and peak memory in MiB, `–` if not measured."""
     time = speed = peak = NOT_MEASURED
     if row.timed is not None:
-        time = show_spread(*call_time(row.timed)[:3], unit=1e-3)
+        time = text.show_spread(*call_time(row.timed)[:3], unit=1e-3)
     if row.timed is not None and reference is not None:
-        speed = "1×" if row.timed is reference else show_ratio(time_ratio(row.timed, reference))
+        speed = "1×" if row.timed is reference else text.show_ratio(time_ratio(row.timed, reference))
     if row.peak_bytes is not None:
-        peak = three_digits(row.peak_bytes / 2**20)
+        peak = text.three_digits(row.peak_bytes / 2**20)
     return time, speed, peak
 
 
@@ -199,7 +189,7 @@ def _alone(swap: SwappedModel) -> list[Table]:
         if shown:
             rows.append((row.label, *(shown.get(layer, NOT_MEASURED) for layer in layers)))
     columns = ("backend", *(f"layer, {layer}" for layer in layers))
-    title = f"One layer replaced, {NAMES[swap.quantity]}: {heading(swap.case)}"
+    title = f"One layer replaced, {NAMES[swap.quantity]}: {text.heading(swap.case)}"
     return [Table(title, columns, tuple(rows), ("All other layers use exact attention.",))] if rows else []
 
 
@@ -218,7 +208,7 @@ def _nearest(swap: SwappedModel, settled: Settled) -> str:
     value, nearest = min(changed, key=lambda pair: pair[0])
     speed = ""
     if nearest.timed is not None and swap.reference is not None:
-        speed = f", {compared(time_ratio(nearest.timed, swap.reference))}"
+        speed = f", {text.compared(time_ratio(nearest.timed, swap.reference))}"
     return (
         f"{nearest.label} changes {swap.case.inputs} least at {swap.case.tokens} tokens"
         f"{' among the candidates measured so far' if left else ''}: "
