@@ -250,11 +250,7 @@ def _points(study: Study) -> Any:
 def finish(
     results: Any, named: Sequence[str] | None, *, folder: Path, as_json: bool, quiet: bool = False
 ) -> NoReturn:
-    """Print the results, last the path of the page, and exit with the code of the outcome.
-
-    Args:
-        named: Requested backends; None for the default selection.
-    """
+    """Print the results, last the path of the page, and exit with the code of the outcome."""
     from efficient_attn.measure.record import line
     from efficient_attn.report.files import REPORT
 

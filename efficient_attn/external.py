@@ -70,11 +70,7 @@ SIGNATURES: dict[str, tuple[Callable[..., dict[str, Any]], bool]] = {
 
 
 class AdaptedAttention(nn.Module):
-    """Core of a backend that calls a function by the signature of its library.
-
-    Attributes:
-        takes_scale: Whether the signature has a factor on q·k.
-    """
+    """Core of a backend that calls a function by the signature of its library."""
 
     def __init__(
         self,
@@ -148,11 +144,7 @@ def load_spec(address: str) -> BackendSpec:
 
 
 def object_at(address: str, *, role: str = "a backend") -> tuple[str, Any]:
-    """The file or module of an address, and the object. Runs that file.
-
-    Args:
-        role: Noun for the object in the error message on a missing file.
-    """
+    """The file or module of an address, and the object. Runs that file."""
     place, _, attribute = address.rpartition(":")
     path = Path(place) if place.endswith(".py") else None
     if path is not None and not path.is_file():

@@ -127,11 +127,7 @@ class Choice(NamedTuple):
 
 
 def parse_choice(value: Any, *, named: bool = False) -> Choice:
-    """Parse a backend, or a pair of a backend and its options.
-
-    Args:
-        named: Whether only a name is a backend.
-    """
+    """Parse a backend, or a pair of a backend and its options. If `named`, only a name is a backend."""
     pair = value if isinstance(value, (tuple, list)) else (value, {})
     if len(pair) != 2 or not isinstance(pair[1], Mapping) or (named and not isinstance(pair[0], str)):
         raise DtypeError(

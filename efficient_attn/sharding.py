@@ -40,11 +40,7 @@ def whole_tokens(tokens: int) -> int:
 
 
 def at_positions(apply: Callable[[Tensor, int], Tensor], x: Tensor, start: int) -> Tensor:
-    """Apply a function to every segment of this rank, with the segment's position in the sequence.
-
-    Args:
-        apply: Function of [… tokens dim] and the position of the first token.
-    """
+    """Apply a function of x [… tokens dim] and its first position to each segment of this rank."""
     if hook is None:
         return apply(x, start)
     layout, tokens = hook.layout, x.shape[-2]

@@ -32,11 +32,7 @@ __all__ = ["BrokenPromiseError", "CheckRecord", "adapt", "check", "check_names",
 
 
 def check_names(*, long: bool = False) -> tuple[str, ...]:
-    """Names of all checks, in order of execution.
-
-    Args:
-        long: Whether to include the checks of the long form only.
-    """
+    """Names of the checks in order of execution, with `long` also of the long form."""
     return tuple(name for name, check in CHECKS.items() if long or not check.is_long)
 
 

@@ -54,11 +54,7 @@ def read_assignment(path: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def check_assignment(assignment: Any, place: str) -> dict[str, dict[str, Any]]:
-    """The layers of an assignment, checked.
-
-    Raises:
-        DataError: If it is no assignment; `place` is its origin in the message.
-    """
+    """The layers of an assignment, checked. Messages call its origin `place`."""
     version = assignment.get("format") if isinstance(assignment, Mapping) else None
     if version != ASSIGNMENT_FORMAT or isinstance(version, bool):
         raise DataError(f"{place}: efficient_attn is not a plan of format {ASSIGNMENT_FORMAT}.")

@@ -15,11 +15,7 @@ _HIDDEN = -1e4
 
 
 class MaskPattern(NamedTuple):
-    """Keys i−back … i+ahead visible to position i. None: no limit.
-
-    Attributes:
-        irregular: Description of a pattern that is no such range, or None.
-    """
+    """Keys i−back … i+ahead visible to position i, or an irregular pattern in words. None: no limit."""
 
     back: int | None
     ahead: int | None

@@ -58,14 +58,7 @@ _SETTINGS: dict[Any, Any] = {
 
 
 def draw(plot: Plot, *, ax: Any = None) -> list[Any]:
-    """Draw the charts on a figure outside of pyplot.
-
-    Args:
-        ax: Axes for the only chart, instead of a new figure.
-
-    Raises:
-        OptionError: If `ax` is passed for several charts.
-    """
+    """Draw the charts on a figure outside of pyplot, or the only chart on `ax`."""
     from matplotlib import rc_context
 
     plot = plot.drawable()

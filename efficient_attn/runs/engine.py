@@ -82,9 +82,6 @@ class Engine:
     Args:
         points: Function that starts the study; a run starts it more than once.
         point_limit_s: Seconds of one point, all its rounds together.
-
-    Attributes:
-        cases: All cases of the study, stored or to come.
     """
 
     def __init__(

@@ -53,12 +53,7 @@ def stored_header(environment: Mapping[str, Any], *, source: str) -> Header | No
 
 
 def requested(kind: type[Study], typed: Mapping[str, Any], stored: Mapping[str, Any], folder: Path) -> Study:
-    """The checked study of the typed options, and of the stored ones of a run that goes on.
-
-    Args:
-        typed: Options that the user named.
-        stored: Environment of the run; empty for a new one.
-    """
+    """The checked study of the typed options, and of the stored ones of a run that goes on."""
     options = dict(typed)
     stored_header(stored, source=str(folder))
     if stored and stored.get(STUDY) != kind.name():

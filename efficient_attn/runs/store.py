@@ -115,12 +115,7 @@ def check_unchanged(
     cases: Iterable[Case],
     records: Collection[Record],
 ) -> None:
-    """Refuse to resume a run of another model, machine, torch or code.
-
-    Args:
-        stored, machine: Environment of the run and of the present machine.
-        cases: Cases of the study; `records` are the stored ones.
-    """
+    """Refuse to resume a stored run of another model, machine, torch or code."""
     if not records:
         return
     measured = {record.case.backend for record in records if record.status == "ok"}

@@ -75,7 +75,6 @@ class Run(NamedTuple, Generic[S]):
     """A run as views see it.
 
     Attributes:
-        settled: Decisions of the study.
         load: Largest share of all cores that other processes took.
         study: The study with its options, in functions of its `views`.
     """
@@ -92,10 +91,8 @@ class Study:
     A subclass lies in `efficient_attn/studies`, in a file or folder of its name; its docstring is the help.
 
     Attributes:
-        kinds: Kinds of its records.
         record: Class of its records, with their quantities.
         budget_s: Seconds of measuring unless the user names others; None: no limit.
-        settled_type: Struct that `settle` returns.
         views: Module with functions `tables`, `sentences`, `plots` and `files` of (records, run).
     """
 

@@ -61,12 +61,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class RunComparison:
-    """Differences between two runs.
-
-    Attributes:
-        changes: In the order of the old run.
-        missing, added: Names of cases that only the old run has, and only the new run.
-    """
+    """Changes between two runs, and names of the cases that only the old or the new run has."""
 
     changes: tuple[Change, ...]
     missing: tuple[str, ...]

@@ -52,11 +52,7 @@ _TORCH_DECODER = {
 
 
 class BlockState(NamedTuple):
-    """Streaming state of a block.
-
-    Attributes:
-        context: Projected context; None without cross-attention.
-    """
+    """Streaming state of a block, with the projected context if it has cross-attention."""
 
     attention: LayerState
     context: ContextKeys | None
@@ -264,11 +260,7 @@ class TransformerBlock(nn.Module):
 
 
 def accept_names(module: nn.Module, names: Mapping[str, str]) -> None:
-    """Load state dicts with other names for children of this module.
-
-    Args:
-        names: {name in the state dict: name here, which may be a path}.
-    """
+    """Load state dicts with other names for children of a module, {name there: name or path here}."""
     # A function of this module, unlike a closure, survives pickling of the model.
     module.register_load_state_dict_pre_hook(partial(_rename, names))
 

@@ -40,11 +40,7 @@ class ContextKeys(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """Streaming state of a causal layer.
-
-    Attributes:
-        tokens: Number of past tokens, the position of the next token.
-    """
+    """Streaming state of a causal layer after a number of tokens."""
 
     tokens: int
     backend: Any

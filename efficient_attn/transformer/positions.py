@@ -50,11 +50,7 @@ def rotate(x: Tensor, start: int, *, base: float = BASE, scaling: float = 1.0) -
 
 
 class LearnedPositions(nn.Module):
-    """x plus a learned vector for each of the first `max_tokens` positions.
-
-    Attributes:
-        table: [max_tokens model_dim].
-    """
+    """x plus a learned vector of `table` [max_tokens model_dim] for each position."""
 
     def __init__(self, model_dim: int, max_tokens: int) -> None:
         super().__init__()

@@ -245,11 +245,7 @@ class _Serving(AttentionMode):
 
 
 def _forward_served(module: nn.Module, before: Callable[..., Any] | None, *args: Any, **options: Any) -> Any:
-    """Run the forward of a module with backends, or `before`, the forward set on its instance.
-
-    Raises:
-        UnsupportedError: If the run skips a call of the example, which shifts the numbers of later calls.
-    """
+    """Run the forward of a module with backends, or `before`, the forward set on its instance."""
     # Positions and masks of the model would be of the tokens of this process alone.
     check_alone()
     backends: Any = getattr(module, ATTRIBUTE)

@@ -255,7 +255,6 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
     """Load a model that was saved with its backends by `save_pretrained`.
 
     Args:
-        folder: A local folder.
         arguments: For `from_pretrained`: dtype, device_map, …
 
     Raises:

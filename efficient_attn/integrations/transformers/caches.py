@@ -43,11 +43,7 @@ class StateCache(Cache):
 
 
 class StateLayer(CacheLayerMixin):
-    """The state of one layer.
-
-    Args:
-        back: Number of earlier keys in the window of a sliding layer; None: not sliding.
-    """
+    """The state of one layer. A sliding layer has `back` earlier keys in its window."""
 
     def __init__(self, back: int | None = None) -> None:
         super().__init__()

@@ -42,11 +42,7 @@ _TEXTS = (".bpe", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt", ".vo
 
 
 class Opened(NamedTuple):
-    """A model in eval mode, its tokenizer, and its identification.
-
-    Attributes:
-        about: Name, class, hash of the weights, version of transformers.
-    """
+    """A model in eval mode, its tokenizer, and its name, class, hash and version of transformers."""
 
     model: PreTrainedModel
     tokenizer: Any

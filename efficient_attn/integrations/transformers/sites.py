@@ -26,8 +26,6 @@ class AttentionSite(NamedTuple):
     """One attention module of a model, as described by its code and configuration.
 
     Attributes:
-        path: Name of the module in the model.
-        layer: Index of its layer.
         kind: "full", "sliding" or "cross".
         scale: Factor on q·k; None: 1/√head_dim.
         max_tokens: Maximum sequence length of the model; None: unknown.
@@ -81,10 +79,9 @@ def find_sites(model: nn.Module) -> list[AttentionSite]:
 
 
 def ignored(model: nn.Module) -> dict[str, str]:
-    """Attention modules whose own code computes attention, regardless of attn_implementation.
+    """{path: class name} of attention modules whose own code ignores attn_implementation.
 
-    Returns:
-        {path: class name} of these modules, recognised by "Attention" in the class name.
+    They are recognised by "Attention" in the class name.
     """
     calling = {path for path, _ in _calling(model)}
     kinds = {path: type(module).__name__ for path, module in model.named_modules()}

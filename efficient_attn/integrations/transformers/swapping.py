@@ -47,12 +47,7 @@ class ModelOutputs(NamedTuple):
 
 
 class AttentionSites(NamedTuple):
-    """Attention modules of a model.
-
-    Attributes:
-        swapped: Modules that get the backend.
-        others: Modules that stay exact.
-    """
+    """Attention modules of a model: `swapped` get the backend, `others` stay exact."""
 
     swapped: tuple[AttentionSite, ...]
     others: tuple[AttentionSite, ...]

@@ -52,11 +52,7 @@ def model_steps(
     rounds: int | None,
     ranks_heads: bool,
 ) -> Points:
-    """Precision, then the bound, then per length a plan of heads where `ranks_heads`, or of layers.
-
-    Args:
-        rounds: Number of timing rounds; None: until the speed of a plan is decided.
-    """
+    """Precision, then the bound, then per length a plan of heads where `ranks_heads`, or of layers."""
     first = LOOKS[0] if rounds is None else rounds
     for pair in pairs:
         choosing, held_out, timed = yield from precision_steps(*pair, targets)

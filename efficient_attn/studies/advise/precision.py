@@ -66,8 +66,7 @@ def _with_attention(subject: Any) -> TextSubject:
 def timing_steps(timed: Sequence[Timed], plan: Timed, rounds: int | None) -> Points:
     """Time a plan and the models, until the plan over the fastest model and this over the first are decided.
 
-    Args:
-        rounds: Number of rounds; None: until decided.
+    A number of rounds takes the place of the decision.
     """
     points = [pass_point(*each) for each in (*timed, plan)]
     keys, records = [point.case.key for point in points], dict[str, AdviseRecord]()

@@ -157,7 +157,6 @@ class CallSubject:
     Attributes:
         example: The model on the inputs that build and calibrate backends.
         sites: Call sites that get a backend, by their number.
-        left: {site: reason why it stays exact}.
     """
 
     called: CalledModel
