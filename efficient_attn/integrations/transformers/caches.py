@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, StaticSlidingWindowLayer
 
@@ -137,15 +138,7 @@ class StateLayer(CacheLayerMixin):
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to all tensors of the state and to its mask, [batch …]."""
-        self.state, self.read = _changed(self.state, change), _changed(self.read, change)
-
-
-def _changed(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to all tensors of a state, or of the states of several backends."""
-    if state is None or isinstance(state, Tensor):
-        return state if state is None else change(state)
-    parts = [_changed(part, change) for part in state]
-    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+        self.state, self.read = tree_map_only(Tensor, change, (self.state, self.read))
 
 
 def _hidden(state: Any, read: Tensor, shown: Tensor, *, name: str) -> Any:
