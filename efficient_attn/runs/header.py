@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -23,13 +23,6 @@ SETTLED_THREADS, FREE_CORES = "threads", "free_cores"
 _LONGEST_TEXT = 1000
 
 
-class Header(NamedTuple):
-    """A study with its stored options, to show its records, and its decisions."""
-
-    study: Study
-    settled: Settled
-
-
 def header(study: Study) -> dict[str, Any]:
     """The header as entries of the environment."""
     options = {item.name: _encoded(getattr(study, item.name)) for item in fields(study)}
@@ -37,8 +30,8 @@ def header(study: Study) -> dict[str, Any]:
     return {STUDY: study.name(), OPTIONS: options, SETTLED: settled}
 
 
-def stored_header(environment: Mapping[str, Any], *, source: str) -> Header | None:
-    """The header of a stored run, or None of records without one. `source` names its file in errors."""
+def stored_header(environment: Mapping[str, Any], *, source: str) -> tuple[Study, Settled] | None:
+    """Study and decisions of a stored run, or None of records without. `source` names its file in errors."""
     if STUDY not in environment:
         return None
     try:
@@ -47,7 +40,7 @@ def stored_header(environment: Mapping[str, Any], *, source: str) -> Header | No
         # Several runs may have no options in common.
         if OPTIONS in environment:
             study.check()
-        return Header(study, msgspec.convert(environment.get(SETTLED, {}), kind.settled_type))
+        return study, msgspec.convert(environment.get(SETTLED, {}), kind.settled_type)
     except Exception as error:  # Whatever a check stumbles over stands in the file.
         raise DataError(f"The header of the run in {source} is damaged: {error}") from None
 

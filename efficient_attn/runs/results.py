@@ -14,7 +14,7 @@ from efficient_attn.report.files import write_all
 from efficient_attn.report.table import Table, plain, to_html
 from efficient_attn.report.text import flat
 from efficient_attn.runs.default_view import flat_row, samples
-from efficient_attn.runs.header import Header, stored_header
+from efficient_attn.runs.header import stored_header
 from efficient_attn.runs.registry import any_record, studies
 from efficient_attn.runs.store import ENVIRONMENT, RECORDS, open_folder, read_json, run_folder
 from efficient_attn.runs.study import Run, Study
@@ -169,14 +169,14 @@ class Results:
         self.check_drawable()
         header, load = stored_header(self.environment, source=ENVIRONMENT), background_load(self.environment)
         if header is not None:
-            parts = {type(header.study): [*self.records]}
+            parts = {type(header[0]): [*self.records]}
         else:
             parts = {}
             for record in self.records:
                 parts.setdefault(_smallest(record.case.kind), []).append(record)
         shown: list[Any] = []
         for kind, records in parts.items():
-            study, settled = header or Header(kind(), kind.settled_type())
+            study, settled = header or (kind(), kind.settled_type())
             typed = [study.record.of(record) for record in records]
             part = getattr(study, name)(typed, Run(settled, load))
             shown += part.items() if isinstance(part, dict) else part
@@ -222,7 +222,7 @@ def read_one(path: str | Path) -> Results:
     file = path / RECORDS if path.is_dir() else path
     environment = read_json(file.parent / ENVIRONMENT) if (file.parent / ENVIRONMENT).exists() else {}
     header = stored_header(environment, source=str(file.parent / ENVIRONMENT))
-    reading = read_records(file, any_record() if header is None else header.study.record)
+    reading = read_records(file, any_record() if header is None else header[0].record)
     # Rounds, and repetitions of failed measurements, are rows of their own.
     records = merge_rows(reading.records).values()
     return Results(records, environment=environment, notes=reading.notes(file.name))

@@ -56,16 +56,16 @@ def backends(*, free: bool = True, usual: str = "softmax approximations") -> Any
     )
 
 
-def settings(*, free: bool = True) -> Any:
-    return option(
-        None,
-        "Backend option; several values give several variants.",
-        flag="--set",
-        metavar="NAME.OPTION=V[,V…]",
-        parse=lambda texts, name: parse_settings(texts or []),
-        several=True,
-        free=free,
-    )
+settings = partial(
+    option,
+    None,
+    "Backend option; several values give several variants.",
+    flag="--set",
+    metavar="NAME.OPTION=V[,V…]",
+    parse=lambda texts, name: parse_settings(texts or []),
+    several=True,
+    free=True,
+)
 
 
 def sizes(default: Sequence[int] | None, shown: str | None = None) -> Any:

@@ -294,11 +294,7 @@ def _place(curve: Curve) -> tuple[bool, bool, list[tuple[int, str]]]:
 
 
 def half_width(samples: Floats, correlation: float = 0.0, tail: float = OUTSIDE) -> float:
-    """Half-width of the interval of a mean of at least two samples, with this probability on either side.
-
-    Neighbouring samples may be correlated, as in a first-order autoregression: the mean then varies more than
-    for independent samples, and the sample variance is smaller.
-    """
+    """Half-width of the interval of a mean of at least two samples, with this probability on either side."""
     count = len(samples)
     lags = np.arange(1, count)
     variance = 1 + 2 * float(((1 - lags / count) * correlation**lags).sum())

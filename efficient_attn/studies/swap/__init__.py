@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.texts import Texts, named_texts
@@ -31,23 +31,15 @@ DECIDES = "with this model, which decides its inputs, dtype and device"
 _SAVED_TOKENS = 512
 
 
-def text_option() -> Any:
-    return option(
-        None,
-        "UTF-8 text file (repeatable); six shipped texts if omitted.",
-        flag="--text",
-        metavar="FILE",
-        parse=lambda paths, name: [Path(path) for path in paths] if paths else None,
-        several=True,
-    )
-
-
-class _Setup(NamedTuple):
-    """The model on texts of each length, the backends that replace its attention, and remarks."""
-
-    subjects: Sequence["ModelSubject"]
-    variants: Sequence[Variant]
-    notes: Sequence[str]
+text_option = partial(
+    option,
+    None,
+    "UTF-8 text file (repeatable); six shipped texts if omitted.",
+    flag="--text",
+    metavar="FILE",
+    parse=lambda paths, name: [Path(path) for path in paths] if paths else None,
+    several=True,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +99,7 @@ class Swap(Study):
         )
 
     def notes(self) -> Sequence[str]:
-        return self._setup.notes
+        return self._setup[2]
 
     def points(self) -> Points:
         """Replace all layers, then measure time and memory, then single layers."""
@@ -129,7 +121,8 @@ class Swap(Study):
                     yield distance_point(subject, variant, layer, draws=self.draws)
 
     @cached_property
-    def _setup(self) -> _Setup:
+    def _setup(self) -> tuple[Sequence["ModelSubject"], Sequence[Variant], Sequence[str]]:
+        """The model on texts of each length, the backends that replace its attention, and remarks."""
         if self.save is not None and (Path(self.save).suffix != ".safetensors" or Path(self.save).exists()):
             raise OptionError(f"save is a new file that ends in .safetensors, not {str(self.save)!r}.")
         workload = settle(
@@ -185,7 +178,7 @@ class Swap(Study):
             save_activations(captured, self.save)
             tokens = max(layer.k.shape[-2] for layer in captured.layers.values())
             notes += [f"Saved layers {', '.join(map(str, captured.layers))} on {tokens} tokens: {self.save}."]
-        return _Setup(subjects, variants, notes)
+        return subjects, variants, notes
 
 
 def promising(variant: Variant) -> int:

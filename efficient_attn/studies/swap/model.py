@@ -185,10 +185,7 @@ class TextSubject:
 
     @contextmanager
     def replaced(self, variant: Variant, draw: int = 0, layer: int | None = None) -> Iterator[bool]:
-        """The model with the variant in its layers, and whether calibration was required.
-
-        The target of a variant may be a mapping from layers to choices.
-        """
+        """The model with the variant in its layers, and whether calibration was required."""
         if variant.backend == OWN:
             yield False
             return
