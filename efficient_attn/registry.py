@@ -160,24 +160,11 @@ def register(
         RuntimeError: If the name is taken.
     """
 
+    declared = locals()
+    options_type = declared.pop("options")
+
     def add(builder: Callable) -> Callable:
-        add_spec(
-            BackendSpec(
-                name=name,
-                summary=summary,
-                formula=formula,
-                paper=paper,
-                options_type=options,
-                size_option=size_option,
-                capabilities=capabilities,
-                builder=builder,
-                operations=operations,
-                rank=rank,
-                also=also,
-                composed=composed,
-                compared=compared,
-            )
-        )
+        add_spec(BackendSpec(builder=builder, options_type=options_type, **declared))
         return builder
 
     return add
