@@ -69,7 +69,6 @@ def command_of(study: type[Study]) -> Callable[..., None]:
         dry_run: bool,
         as_json: bool,
         quiet: bool,
-        help_all: bool,
         **values: Any,
     ) -> None:
         from efficient_attn.measure.environment import moment

@@ -54,19 +54,14 @@ def prefill_neighbours(
     """Causal attention as in `attend_neighbours`, and the state after the tokens of all ranks."""
     out = attend_neighbours(backend, q, k, v, key_mask, layout)
     back, _ = backend.options.sides(causal=True)
-    cache = _last_keys(k, v, key_mask, layout, tokens=back)
-    first = _first_keys_of_all(backend, k, v, key_mask, layout)
-    return out, cache if first is None else state_of(cache, first, tokens=layout.ranks * k.shape[2])
-
-
-def _last_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout, *, tokens: int) -> KVCache:
-    """The cache of the last `tokens` keys of all ranks, on every rank. Earlier keys are not sent."""
-    parts = layout.parts(k.shape[-2])
+    parts, tokens = layout.parts(k.shape[-2]), layout.ranks * k.shape[2]
     # The ends of the segments include the end of the sequence, and no rank exchanges an empty tensor.
-    ends = [slice(max(part.start, part.stop - max(tokens, 1)), part.stop) for part in parts]
-    k, v = (torch.cat([x[..., end, :] for end in ends], dim=-2) for x in (k, v))
+    ends = [slice(max(part.start, part.stop - max(back, 1)), part.stop) for part in parts]
+    last_k, last_v = (torch.cat([x[..., end, :] for end in ends], dim=-2) for x in (k, v))
     mask = None if key_mask is None else torch.cat([key_mask[:, end] for end in ends], dim=1)
-    return last_tokens(summarise_tokens(*all_keys(k, v, mask, layout)), tokens)
+    cache = last_tokens(summarise_tokens(*all_keys(last_k, last_v, mask, layout)), back)
+    first = _first_keys_of_all(backend, k, v, key_mask, layout)
+    return out, cache if first is None else state_of(cache, first, tokens=tokens)
 
 
 def _first_keys_of_all(

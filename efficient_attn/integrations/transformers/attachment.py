@@ -83,12 +83,8 @@ def attach(
     if rest := ignored(inner):
         path, kind = next(iter(rest.items()))
         _log.warning(
-            "%d attention modules of %s stay as they are, since their code does not call transformers' "
-            "attention interface, such as %s (%s).",
-            len(rest),
-            type(inner).__name__,
-            path,
-            kind,
+            f"{len(rest)} attention modules of {type(inner).__name__} stay as they are, since their code "
+            f"does not call transformers' attention interface, such as {path} ({kind})."
         )
     if is_assignment_file(backend):
         of_plan = {**kinds, **options, "max_tokens": max_tokens, "seed": seed or None}
@@ -190,9 +186,8 @@ def _refuse_call(model: Any, args: tuple[Any, ...], named: dict[str, Any]) -> No
         if bool((positions.diff().lt(0) & real[:, 1:] & real[:, :-1]).any()):
             setattr(model, _PACKED, True)
             _log.warning(
-                "position_ids restart within a row (packed documents): %s attends across them, as it does "
-                "without backends. Pass one document per row.",
-                type(model).__name__,
+                f"position_ids restart within a row (packed documents): {type(model).__name__} attends "
+                "across them, as it does without backends. Pass one document per row."
             )
 
 
