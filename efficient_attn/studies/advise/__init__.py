@@ -12,16 +12,16 @@ import msgspec
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.texts import Texts, long_texts, named_texts
 from efficient_attn.measure.units import parse_sizes
-from efficient_attn.measure.variants import DENSE, YARDSTICK, Variant, select
+from efficient_attn.measure.variants import DENSE, UNIFORM_ATTENTION, Variant, select
 from efficient_attn.options import option
 from efficient_attn.problem import positive_count
 from efficient_attn.runs import shared_options as shared
 from efficient_attn.runs.study import Points, Study
-from efficient_attn.runs.workload import Workload, core_words, settle
+from efficient_attn.runs.workload import core_words
 from efficient_attn.studies.advise.names import BOUND, HEADS, RETRIEVAL
 from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.advise.targets import AdviseSettled, Targets
-from efficient_attn.studies.swap import DECIDES, OF_A_FOLDER, promising, text_option
+from efficient_attn.studies.swap import DECIDES, OF_A_FOLDER, model_workload, promising, text_option
 from efficient_attn.studies.swap.names import KL
 
 if TYPE_CHECKING:
@@ -116,14 +116,7 @@ class Advise(Study):
         from efficient_attn.studies.swap.called import called_pair, is_called
         from efficient_attn.studies.swap.measure import candidates, has_copies
 
-        workload = settle(
-            Workload(
-                dtype=self.dtype or "float32",
-                device=self.device or "auto",
-                threads=self.threads,
-                seed=self.seed,
-            )
-        )
+        workload = model_workload(self, "auto")
         pairs: Sequence[tuple[ModelSubject, ModelSubject]]
         left_out: list[str] = []
         variants, decodes = self._variants(), False
@@ -152,11 +145,10 @@ class Advise(Study):
         values = self._targets(_OF_COSINE if first.loss != KL else _OF_HEADS if ranked else _OF_KL)
         limit = values.pop("max_kl") if first.loss == KL else 1 - values.pop("min_cosine")
         target = msgspec.convert({"quantity": first.loss, "limit": limit, **values}, Targets)
-        points = partial(
-            model_steps, pairs, candidates(variants, first), target, rounds=self.rounds, ranks_heads=ranked
-        )
+        variants = candidates(variants, first)
+        points = partial(model_steps, pairs, variants, target, rounds=self.rounds, ranks_heads=ranked)
         settled = AdviseSettled(
-            candidates=tuple(variant.label for variant in variants),
+            candidates=tuple(x.label for x in variants if x.backend != UNIFORM_ATTENTION),
             **{name: first.shared[name] for name in ("device", "dtype", "threads")},
             free_cores=core_words(workload, self.threads),
             model=origin,
@@ -178,9 +170,8 @@ class Advise(Study):
         return {**defaults, **values}
 
     def _variants(self) -> tuple[Variant, ...]:
-        """Exact attention, then the most promising variants, in a model without score matrices."""
+        """Variants, by default the most promising first, in a model without score matrices."""
         chosen = select(self.backends, self.options)
         if self.backends is None:
             chosen = tuple(sorted((x for x in chosen if x.backend != DENSE), key=promising))
-        exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
-        return (*exact, *(variant for variant in chosen if variant.backend != YARDSTICK))
+        return chosen

@@ -125,14 +125,7 @@ class Swap(Study):
         """The model on texts of each length, the backends that replace its attention, and remarks."""
         if self.save is not None and (Path(self.save).suffix != ".safetensors" or Path(self.save).exists()):
             raise OptionError(f"save is a new file that ends in .safetensors, not {str(self.save)!r}.")
-        workload = settle(
-            Workload(
-                dtype=self.dtype or "float32",
-                device=self.device or "cpu",
-                threads=self.threads,
-                seed=self.seed,
-            )
-        )
+        workload = model_workload(self, "cpu")
         chosen = select(self.backends, self.options, also=True)
         if self.backends is None:
             # The model is the baseline, in its own dtype.
@@ -179,6 +172,12 @@ class Swap(Study):
             tokens = max(layer.k.shape[-2] for layer in captured.layers.values())
             notes += [f"Saved layers {', '.join(map(str, captured.layers))} on {tokens} tokens: {self.save}."]
         return subjects, variants, notes
+
+
+def model_workload(study: Any, device: str) -> Workload:
+    """The workload of a study of a model, on this device by default."""
+    dtype, device = study.dtype or "float32", study.device or device
+    return settle(Workload(dtype=dtype, device=device, threads=study.threads, seed=study.seed))
 
 
 def promising(variant: Variant) -> int:
