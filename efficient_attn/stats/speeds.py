@@ -28,24 +28,10 @@ import numpy as np
 from efficient_attn.measure.clock import LOOKS
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import is_yardstick
-from efficient_attn.stats.estimates import (
-    CORRELATION,
-    FEWEST_ROUNDS,
-    MAY_DIFFER,
-    OPEN,
-    OUTSIDE,
-    WIDEST,
-    Curve,
-    Floats,
-    Typical,
-    by_subject,
-    curves,
-    half_width,
-    round_ratios,
-    time_ratio,
-)
+from efficient_attn.stats import estimates
+from efficient_attn.stats.estimates import CORRELATION, FEWEST_ROUNDS, OPEN, WIDEST, Curve, Floats, Typical
 
-_TAIL = OUTSIDE / len(LOOKS)
+_TAIL = estimates.OUTSIDE / len(LOOKS)
 
 # Standard deviations that a round counts at most, in an interval and in the correlation.
 _FARTHEST, _FARTHEST_LAGGED = 3.0, 1.5
@@ -89,8 +75,8 @@ def speed_ups(all_curves: Sequence[Curve]) -> list[SpeedUp]:
 def open_cases(records: Sequence[Record]) -> set[str]:
     """Keys of the cases, baselines too, whose speeds a look has left open."""
     left: set[str] = set()
-    for group in by_subject(records).values():
-        pairs = [*_pairs(curves(group, "time_s")).values()]
+    for group in estimates.by_subject(records).values():
+        pairs = [*_pairs(estimates.curves(group, "time_s")).values()]
         for pair, ratio in zip(pairs, decided(pairs), strict=True):
             looked = ratio.samples >= FEWEST_ROUNDS
             left |= {record.case.key for record in pair if looked and ratio.outcome == OPEN}
@@ -100,7 +86,7 @@ def open_cases(records: Sequence[Record]) -> set[str]:
 def _pairs(all_curves: Sequence[Curve]) -> dict[tuple[str, int], tuple[Record, Record]]:
     """Times of each backend and of exact attention in the same setting, by label and length."""
     # The label names the execution.
-    fields = (*MAY_DIFFER, "execution")
+    fields = (*estimates.MAY_DIFFER, "execution")
     cases = {curve.label: curve.points[0].record.case for curve in all_curves}
     settings = {label: tuple(getattr(case, field) for field in fields) for label, case in cases.items()}
     pairs: dict[tuple[str, int], tuple[Record, Record]] = {}
@@ -121,8 +107,8 @@ def _pairs(all_curves: Sequence[Curve]) -> dict[tuple[str, int], tuple[Record, R
 
 def decided(pairs: Sequence[tuple[Record, Record]]) -> list[Typical]:
     """Speed-ups of all pairs (record, baseline) of a run, each at the look that decides it, or the last."""
-    logs = [np.log(round_ratios(*pair)) for pair in pairs]
-    medians = [time_ratio(*pair).median for pair in pairs]
+    logs = [np.log(estimates.round_ratios(*pair)) for pair in pairs]
+    medians = [estimates.time_ratio(*pair).median for pair in pairs]
     # Without known rounds all calls are one.
     ratios = [Typical(x, None, None, len(rounds) or 1) for x, rounds in zip(medians, logs, strict=True)]
     baselines = [baseline.case.key for _, baseline in pairs]
@@ -142,7 +128,7 @@ def decided(pairs: Sequence[tuple[Record, Record]]) -> list[Typical]:
 def _at_look(rounds: Floats, correlation: float, usual: float) -> Typical:
     """Median of logarithms with the interval of one look."""
     bounded = _bounded(rounds, _FARTHEST, usual)
-    half = min(half_width(bounded, correlation, _TAIL), WIDEST)
+    half = min(estimates.half_width(bounded, correlation, _TAIL), WIDEST)
     centre, mean = float(np.median(rounds)), float(bounded.mean())
     low, high = min(mean - half, centre), max(mean + half, centre)
     return Typical(math.exp(centre), math.exp(low), math.exp(high), len(rounds))

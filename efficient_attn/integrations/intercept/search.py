@@ -11,16 +11,8 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build_for, resolve, seeded, spawn_seeds
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnknownNameError, UnsupportedError
-from efficient_attn.integrations.intercept.calls import (
-    CALL_SDPA,
-    CROSS,
-    SdpaCall,
-    Site,
-    SiteMode,
-    compiler_stance,
-    detour,
-    unsure_modules,
-)
+from efficient_attn.integrations.intercept import calls
+from efficient_attn.integrations.intercept.calls import CALL_SDPA, CROSS, SdpaCall, Site, SiteMode
 from efficient_attn.registry import Choice
 
 _OUTSIDE = "it is called outside the forward of a module of the model"
@@ -58,7 +50,7 @@ class SiteSearch(SiteMode):
             q, k, _ = call.tensors
             self.first[site] = q.shape, k.shape, q.dtype, q.device
             self.reasons[site] = _OUTSIDE if outside else self._build(site, call)
-        self.reasons[site] = self.reasons[site] or detour(self._running[-1][2])
+        self.reasons[site] = self.reasons[site] or calls.detour(self._running[-1][2])
         # Causal queries are positions of the keys, also in a decoding step.
         if self.reasons[site] is None and not self.built[site].problem.causal:
             if call.crosses:
@@ -103,7 +95,7 @@ class SiteSearch(SiteMode):
             backend = build_for(problem, spec, seeded(spec, choice.options, seed))
             backend = backend.to(call.query.device)
             # Kernels of a backend may be compiled ones.
-            with compiler_stance("default"):
+            with calls.compiler_stance("default"):
                 if backend.needs_calibration:
                     backend.calibrate(*call.tensors, key_mask=shown.key_mask)
                 call.served(backend, shown)
@@ -116,7 +108,7 @@ class SiteSearch(SiteMode):
 
     def settle(self) -> None:
         """Leave sites exact whose calls have no sure number or keys of another sequence."""
-        exact = unsure_modules(self._calls)
+        exact = calls.unsure_modules(self._calls)
         for site, reason in self.reasons.items():
             backend = self.built.get(site)
             served = backend is None or backend.problem.causal or backend.supports_cross

@@ -22,13 +22,7 @@ from efficient_attn.integrations.assignment_files import check_assignment, is_as
 from efficient_attn.integrations.capture import capture
 from efficient_attn.integrations.intercept.calls import evaluating
 from efficient_attn.integrations.masks import CAUSAL, FULL
-from efficient_attn.integrations.transformers import loading
-from efficient_attn.integrations.transformers.assignment import (
-    assignment_of,
-    build_all,
-    build_assignment,
-    choose_backends,
-)
+from efficient_attn.integrations.transformers import assignment, loading
 from efficient_attn.integrations.transformers.attend import NAME, NO_WEIGHTS, PATTERN, SOFT_CAP, SUBMODULE
 from efficient_attn.integrations.transformers.caches import needs_state, replace_cache_layer
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, ignored, unwrap
@@ -91,10 +85,10 @@ def attach(
         passed = [name for name, value in of_plan.items() if value is not None]
         if passed:
             raise OptionError(f"{passed[0]}=…: the file {backend} sets the backend of every layer itself.")
-        backends = build_assignment(inner, sites, read_assignment(backend), str(backend))
+        backends = assignment.build_assignment(inner, sites, read_assignment(backend), str(backend))
     else:
-        choices = choose_backends(sites, backend, kinds, options)
-        backends = build_all(sites, choices, max_tokens, seed)
+        choices = assignment.choose_backends(sites, backend, kinds, options)
+        backends = assignment.build_all(sites, choices, max_tokens, seed)
     install(inner, sites, backends)
     return model
 
@@ -136,7 +130,7 @@ def install(
                 raise UnsupportedError(
                     f"The attention of {site.path} cannot be replaced; nothing was attached."
                 )
-        model.config.efficient_attn = assignment_of(model, backends)
+        model.config.efficient_attn = assignment.assignment_of(model, backends)
         # A saved model loaded without its backends would silently compute something else.
         setattr(model.config, _FUNCTION, NAME)
         states = [site.module for site in sites if needs_state(site.module, site.pattern)]
@@ -258,13 +252,13 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
     path = Path(folder)
     loading.weight_files(path)
     config = loading.read_config(path)
-    assignment, source = getattr(config, SUBMODULE, None), path / "config.json"
-    if assignment is None:
+    saved, source = getattr(config, SUBMODULE, None), path / "config.json"
+    if saved is None:
         raise DataError(
             f"{source} names no backends (efficient_attn): they had no registered name, or none was attached "
             "when the model was saved. Use from_pretrained and attach."
         )
-    layers = check_assignment(assignment, str(source))
+    layers = check_assignment(saved, str(source))
     model, report = loading.read_model(path, loading.model_class(config, path), **arguments)
     rest = [name for name in report["unexpected_keys"] if f".{SUBMODULE}." not in name]
     loading.refuse_tensors(path, "has, beyond the model,", rest)
@@ -282,7 +276,7 @@ def _install_assignment(model: PreTrainedModel, layers: dict[str, dict[str, Any]
                     path, part, rest = name.partition(f".{SUBMODULE}.")
                     if part and path in saved:
                         saved[path][rest] = opened.get_tensor(name)
-    backends = build_assignment(model, sites, layers, str(source))
+    backends = assignment.build_assignment(model, sites, layers, str(source))
     for path, backend in backends.items():
         state = saved[path]
         state |= {name: state[first] for name, first in second_names(backend).items() if first in state}

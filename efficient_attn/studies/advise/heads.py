@@ -15,15 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from efficient_attn.backends.by_head import NAME as BY_HEAD
+from efficient_attn.integrations.transformers import swapping
 from efficient_attn.integrations.transformers.assignment import EXACT
 from efficient_attn.integrations.transformers.attachment import installed
 from efficient_attn.integrations.transformers.sites import AttentionSite
-from efficient_attn.integrations.transformers.swapping import (
-    AttentionSites,
-    backpropagate_loss,
-    build_layers,
-    replaced_forward,
-)
 from efficient_attn.measure.calls import answer
 from efficient_attn.measure.copies import PROMPTS
 from efficient_attn.measure.record import Case
@@ -183,7 +178,7 @@ def _retrieval(case: Case, variant: Variant, subject: TextSubject) -> AdviseReco
 
 
 def head_scores(
-    model: Any, sites: AttentionSites, texts: Sequence[Tensor], streaming: Choice
+    model: Any, sites: swapping.AttentionSites, texts: Sequence[Tensor], streaming: Choice
 ) -> dict[int, list[float]]:
     """{layer: score of each key/value head}, Σ_t (∂L/∂o_t · Δo_t)², by one backward pass per text.
 
@@ -191,8 +186,9 @@ def head_scores(
     heads) at token t before the projection, and Δo_t its change. The sum is the empirical Fisher information
     of the change.
     """
+    tokens = texts[0].shape[1]
     windows, exact = (
-        build_layers(sites, dict.fromkeys(sites.layers, choice), max_tokens=texts[0].shape[1], seed=0)
+        swapping.build_layers(sites, dict.fromkeys(sites.layers, choice), max_tokens=tokens, seed=0)
         for choice in (streaming, EXACT)
     )
     scores: dict[int, Tensor] = {}
@@ -215,12 +211,12 @@ def head_scores(
             windows[site.path].to(next(site.module.parameters()).device)
             exact[site.path].register_forward_hook(partial(compare, site), with_kwargs=True)
         for ids in texts:
-            backpropagate_loss(model, ids)
+            swapping.backpropagate_loss(model, ids)
     return {layer: scores[layer].tolist() for layer in sites.layers}
 
 
 @contextmanager
-def _recomputed(model: Any, sites: AttentionSites) -> Iterator[None]:
+def _recomputed(model: Any, sites: swapping.AttentionSites) -> Iterator[None]:
     """The model with gradients of activations alone, of which a backward pass holds one block at a time."""
 
     def recomputed(forward: Callable[..., Any], hidden: Tensor, *args: Any, **named: Any) -> Any:
@@ -233,7 +229,7 @@ def _recomputed(model: Any, sites: AttentionSites) -> Iterator[None]:
             parameter.requires_grad_(False)
         for path in {site.path.rpartition(".")[0] for site in sites.ordered}:
             block = model.get_submodule(path)
-            stack.enter_context(replaced_forward(block, partial(recomputed, block.forward)))
+            stack.enter_context(swapping.replaced_forward(block, partial(recomputed, block.forward)))
         embeddings = model.get_input_embeddings()
         hook = embeddings.register_forward_hook(lambda module, args, out: out.requires_grad_())
         stack.callback(hook.remove)

@@ -13,19 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
+from efficient_attn.integrations.transformers import swapping
 from efficient_attn.integrations.transformers.assignment import assignment_of
 from efficient_attn.integrations.transformers.attachment import installed
 from efficient_attn.integrations.transformers.loading import Opened, open_model, positions, token_ids
-from efficient_attn.integrations.transformers.swapping import (
-    AttentionSites,
-    build_layers,
-    calibrate_on,
-    forward,
-    predicts_next,
-    run,
-    sites_of,
-)
-from efficient_attn.integrations.transformers.swapping import ModelOutputs as Outputs
 from efficient_attn.measure import copies
 from efficient_attn.measure import error as distances
 from efficient_attn.measure.copies import copies_begin, copy_recall, with_copies
@@ -62,7 +53,7 @@ class TextSubject:
     """
 
     model: Any
-    sites: AttentionSites
+    sites: swapping.AttentionSites
     texts: tuple[Tensor, ...]
     shared: Mapping[str, Any]
     about: Mapping[str, Any]
@@ -74,15 +65,15 @@ class TextSubject:
     filler: str = ""
     original: Variant = OWN_ATTENTION
     loaded: "TextSubject | None" = None
-    casts: dict[torch.dtype, tuple[Any, AttentionSites]] = field(default_factory=dict)
+    casts: dict[torch.dtype, tuple[Any, swapping.AttentionSites]] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, opened: Opened, texts: Mapping[str, str], workload: Workload, *, seq_len: int | None
     ) -> "TextSubject":
         """The model on the beginnings of the texts."""
-        sites, ids = sites_of(opened.model), _token_ids(opened, texts, seq_len)
-        if predicts_next(opened.model, sites):
+        sites, ids = swapping.sites_of(opened.model), _token_ids(opened, texts, seq_len)
+        if swapping.predicts_next(opened.model, sites):
             ids = tuple(with_copies(text, seed=workload.seed) for text in ids)
         first = sites.swapped[0]
         shared = {
@@ -110,14 +101,14 @@ class TextSubject:
 
     @cached_property
     def predicts(self) -> bool:
-        return predicts_next(self.model, self.sites)
+        return swapping.predicts_next(self.model, self.sites)
 
     @cached_property
-    def exact(self) -> tuple[Outputs, ...]:
+    def exact(self) -> tuple[swapping.ModelOutputs, ...]:
         """Outputs of the model with its own attention, as loaded."""
         if self.loaded is not None:
             return self.loaded.exact
-        return tuple(run(self.model, ids, predicts=self.predicts) for ids in self.texts)
+        return tuple(swapping.run(self.model, ids, predicts=self.predicts) for ids in self.texts)
 
     @property
     def loss(self) -> str:
@@ -155,12 +146,12 @@ class TextSubject:
 
     def forward(self) -> Any:
         """The timed call: one forward pass on the first text."""
-        return forward(self.model, self.texts[0])
+        return swapping.forward(self.model, self.texts[0])
 
     def distances(self, number: int) -> dict[str, float]:
         """Distances of the present outputs from the exact ones on one text."""
         ids, exact = self.texts[number], self.exact[number]
-        replaced = run(self.model, ids, predicts=self.predicts)
+        replaced = swapping.run(self.model, ids, predicts=self.predicts)
         pooled = (states.hidden.double().mean(dim=0) for states in (replaced, exact))
         by_name = {
             "hidden_relative_error": distances.relative_error(replaced.hidden, exact.hidden),
@@ -178,7 +169,7 @@ class TextSubject:
         prompts = copies.prompts(self.tokenizer, self.filler, self.shared["tokens"], seed=self.shared["seed"])
         answers: list[bool] = []
         for prompt in prompts:
-            outputs = run(self.model, prompt.ids.to(self.model.device), predicts=True)
+            outputs = swapping.run(self.model, prompt.ids.to(self.model.device), predicts=True)
             if outputs.logits is not None:
                 answers += copies.right_answers(outputs.logits, prompt)
         return answers
@@ -192,13 +183,13 @@ class TextSubject:
         backends = self.build(variant, draw, layer)
         with installed(self.model, self.sites.ordered, backends):
             text = self.texts[0] if self.calibration is None else self.calibration
-            yield calibrate_on(self.model, list(backends.values()), text)
+            yield swapping.calibrate_on(self.model, list(backends.values()), text)
 
     def build(self, variant: Variant, draw: int = 0, layer: int | None = None) -> dict[str, Any]:
         # All layers derive their own seeds from this seed.
         seed, tokens = self.shared["seed"] + draw, self.shared["tokens"]
         chosen = {**self.base, **choices(variant, self.layers, layer)}
-        return build_layers(self.sites, chosen, max_tokens=tokens, seed=seed)
+        return swapping.build_layers(self.sites, chosen, max_tokens=tokens, seed=seed)
 
     def plan(self, variant: Variant) -> dict[str, Any] | None:
         """The plan that `attach` takes, or None if a backend has no registered name."""
@@ -210,7 +201,7 @@ class TextSubject:
             # Buffers, such as rotary frequencies, keep their dtype.
             parameters = {id(x): nn.Parameter(x.detach().to(dtype)) for x in self.model.parameters()}
             model = deepcopy(self.model, parameters)
-            self.casts[dtype] = model, sites_of(model)
+            self.casts[dtype] = model, swapping.sites_of(model)
         model, sites = self.casts[dtype]
         shared = {**self.shared, "dtype": str(dtype).removeprefix("torch.")}
         return replace(self, model=model, sites=sites, shared=shared, original=original, loaded=self)
@@ -229,7 +220,7 @@ def texts_of_lengths(
     """Texts that choose, texts that verify, and notes on lengths without them."""
     pairs: list[tuple[TextSubject, TextSubject]] = []
     notes, most = [], positions(opened)
-    casts: dict[torch.dtype, tuple[Any, AttentionSites]] = {}
+    casts: dict[torch.dtype, tuple[Any, swapping.AttentionSites]] = {}
     for tokens in lengths:
         ids = {name: tuple(token_ids(opened, text, most=tokens)[0].tolist()) for name, text in texts.items()}
         # Of texts with the same beginning the first counts: held-out ones must differ.
@@ -255,10 +246,10 @@ def texts_of_lengths(
 
 def ranks_heads(opened: Opened) -> bool:
     """Whether the model has a language-model head, and full layers with several key/value heads."""
-    sites = sites_of(opened.model)
+    sites = swapping.sites_of(opened.model)
     first = sites.swapped[0]
     several = first.kind == "full" and (first.num_kv_heads or first.num_heads or 1) > 1
-    return several and predicts_next(opened.model, sites)
+    return several and swapping.predicts_next(opened.model, sites)
 
 
 def load(model: Any, workload: Workload, dtype: str | None, tokens: int | None) -> Opened:
