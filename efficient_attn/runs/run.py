@@ -15,23 +15,12 @@ from efficient_attn.measure.environment import between, environment, moment
 from efficient_attn.measure.record import Reading, read, write
 from efficient_attn.options import positive_number
 from efficient_attn.report.table import short
+from efficient_attn.runs import store as files
 from efficient_attn.runs.engine import Engine
 from efficient_attn.runs.header import header, requested
 from efficient_attn.runs.progress import Progress
 from efficient_attn.runs.results import Results
-from efficient_attn.runs.store import (
-    CODE,
-    COMMAND,
-    ENVIRONMENT,
-    RECORDS,
-    Store,
-    check_unchanged,
-    continued,
-    mend,
-    only_writer,
-    open_folder,
-    read_json,
-)
+from efficient_attn.runs.store import CODE, COMMAND, ENVIRONMENT, RECORDS, Store
 from efficient_attn.runs.study import Study
 from efficient_attn.stats.noise_warnings import DURING
 
@@ -43,7 +32,7 @@ def prepare(
     if resume and out is None:
         raise OptionError("resume needs out, the folder of the run to go on with.")
     path = Path(out or "") / ENVIRONMENT
-    stored = read_json(path) if resume and path.exists() else {}
+    stored = files.read_json(path) if resume and path.exists() else {}
     if resume and not (stored or typed or (path.parent / RECORDS).exists()):
         raise DataError(f"out: {out} holds no run to go on with.")
     return requested(kind, typed, stored, path.parent)
@@ -78,16 +67,16 @@ def run_study(
         positive_number("budget_s", budget_s)
     limit_s = study.budget_s if budget_s is None else budget_s
     settled = study.settled
-    folder = None if out is None else open_folder(out, name="out", fresh=not resume)
+    folder = None if out is None else files.open_folder(out, name="out", fresh=not resume)
     with ExitStack() as stack:
         reading, stored = Reading((), False, {}), dict[str, Any]()
         path = None if folder is None else folder / RECORDS
         if folder is not None and path is not None:
-            stack.enter_context(only_writer(folder))
+            stack.enter_context(files.only_writer(folder))
             if resume and path.exists():
                 reading = read(path, study.record)
             if resume and (folder / ENVIRONMENT).exists():
-                stored = read_json(folder / ENVIRONMENT)
+                stored = files.read_json(folder / ENVIRONMENT)
         store = Store(path, reading.records, kind=study.record, retry_over_budget=budget_s is not None)
         engine = Engine(
             study.points,
@@ -104,12 +93,12 @@ def run_study(
         notes = [*study.notes()]
         if folder is not None and path is not None:
             records = store.records.values()
-            check_unchanged(folder, stored, machine, cases=engine.cases, records=records)
+            files.check_unchanged(folder, stored, machine, cases=engine.cases, records=records)
             if path.exists():
-                notes += mend(path, reading)
+                notes += files.mend(path, reading)
             if records and stored:
                 ok = {record.case.backend for record in records if record.status == "ok"}
-                machine = continued(stored, machine, ok)
+                machine = files.continued(stored, machine, ok)
             else:
                 write(folder / COMMAND, " ".join(machine["command"]) + "\n")
             write(folder / ENVIRONMENT, machine)

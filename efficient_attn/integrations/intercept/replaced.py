@@ -19,14 +19,8 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.integrations.assignment_files import is_assignment_file, read_assignment
-from efficient_attn.integrations.intercept.calls import (
-    RECOMPUTED,
-    AttentionMode,
-    SdpaCall,
-    Site,
-    detour,
-    evaluating,
-)
+from efficient_attn.integrations.intercept import calls
+from efficient_attn.integrations.intercept.calls import RECOMPUTED, AttentionMode, SdpaCall, Site
 from efficient_attn.integrations.intercept.search import SiteSearch
 from efficient_attn.registry import Choice, parse_choice
 from efficient_attn.sharding import check_alone
@@ -126,7 +120,7 @@ def replace(
     search = SiteSearch(model, choices, seed)
     search.weights = weights
     try:
-        with evaluating(model), torch.random.fork_rng(), search:
+        with calls.evaluating(model), torch.random.fork_rng(), search:
             for run in example if isinstance(example, Sequence) else [example]:
                 run()
     except (AttributeError, TypeError) as error:
@@ -231,7 +225,7 @@ class _Serving(AttentionMode):
     def attend(self, call: SdpaCall) -> Tensor:
         number, self.number = str(self.number), self.number + 1
         served = self._differentiable and number in self._backends
-        if served and detour(_forward_served.__code__) == RECOMPUTED:
+        if served and calls.detour(_forward_served.__code__) == RECOMPUTED:
             site = Site(self._backends.owner, int(number))
             raise UnsupportedError(
                 f"{site} cannot be served: {RECOMPUTED}; an example that shows this leaves the site exact."

@@ -19,13 +19,8 @@ from efficient_attn.studies.advise.outcomes import excludes
 from efficient_attn.studies.advise.precision import Timed, precision_steps, timing_steps
 from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.advise.targets import Targets
-from efficient_attn.studies.swap.measure import (
-    ModelSubject,
-    distance_point,
-    has_copies,
-    pass_point,
-    plan_point,
-)
+from efficient_attn.studies.swap import measure
+from efficient_attn.studies.swap.measure import ModelSubject
 from efficient_attn.studies.swap.names import WINDOW
 
 # Backends that are tried in single layers: the nearest in all layers together.
@@ -56,7 +51,7 @@ def model_steps(
     first = LOOKS[0] if rounds is None else rounds
     for pair in pairs:
         choosing, held_out, timed = yield from precision_steps(*pair, targets)
-        if ranks_heads and has_copies(choosing):
+        if ranks_heads and measure.has_copies(choosing):
             # Errors need no quiet machine: one round bounds the gain, and the plan is timed last.
             references = [choosing.original]
             if not (yield from _bound_excludes(choosing, references, variants, rounds=1)):
@@ -64,7 +59,7 @@ def model_steps(
         else:
             yield from _length_steps(choosing, held_out, variants, targets, timed, rounds)
         if len(timed) > 1:
-            yield [pass_point(*each, rounds=first) for each in timed]
+            yield [measure.pass_point(*each, rounds=first) for each in timed]
 
 
 def _lossless_windows(
@@ -73,7 +68,7 @@ def _lossless_windows(
     """Assign windows to sliding layers, unless these change the outputs."""
     if not subject.sliding:
         return {}
-    loss = getattr((yield distance_point(subject, _LOSSLESS)), quantity)
+    loss = getattr((yield measure.distance_point(subject, _LOSSLESS)), quantity)
     epsilon = torch.finfo(getattr(torch, subject.shared["dtype"])).eps
     changed = loss is not None and not loss <= max(_ROUNDING, (_EPSILONS * epsilon) ** 2)
     return {} if changed else dict.fromkeys(subject.sliding, SLIDING)
@@ -89,11 +84,11 @@ def _bound_excludes(
 ) -> Generator[Point | list[Point], Any, bool]:
     """Time the references and uniform attention, and return whether all attention could gain too little."""
     mean = next(variant for variant in variants if variant.backend == UNIFORM_ATTENTION)
-    bounded = bool(_free(subject)) and (yield distance_point(subject, mean)).status == "ok"
+    bounded = bool(_free(subject)) and (yield measure.distance_point(subject, mean)).status == "ok"
     timed = [*references, mean] if bounded else [*references]
     if len(timed) == 1:
         return False
-    times = yield [pass_point(subject, variant, BOUND, rounds=rounds) for variant in timed]
+    times = yield [measure.pass_point(subject, variant, BOUND, rounds=rounds) for variant in timed]
     reference, bound = times[len(references) - 1], times[-1]
     return bool(bounded and reference.times_s and bound.times_s) and excludes(time_ratio(bound, reference))
 
@@ -123,7 +118,7 @@ def _length_steps(
     losses_of_all: dict[str, float] = {}
     statuses: set[str] = set()
     for variant in variants if free else ():
-        record = yield distance_point(choosing, variant)
+        record = yield measure.distance_point(choosing, variant)
         statuses.add(record.status)
         if record.status == "ok":
             losses_of_all[variant.label] = loss_of(record)
@@ -131,14 +126,14 @@ def _length_steps(
     working = sorted(candidates, key=lambda variant: losses_of_all[variant.label])[:_CANDIDATES]
     losses: dict[int, dict[str, float]] = {layer: {} for layer in free}
     for variant, layer in itertools.product(working, free):
-        record = yield distance_point(choosing, variant, layer)
+        record = yield measure.distance_point(choosing, variant, layer)
         statuses.add(record.status)
         losses[layer][variant.label] = loss_of(record)
     # Only backends with a layer within the limit are timed.
     working = [x for x in working if best_layers(losses, losses_of_all, {x.label: 1.0}, limit)]
     gains_s: dict[str, float] = {}
     if working:
-        times = yield [pass_point(choosing, variant, rounds=first) for variant in (*references, *working)]
+        times = yield [measure.pass_point(choosing, x, rounds=first) for x in (*references, *working)]
         statuses |= {record.status for record in times}
         reference, *times = times[len(references) - 1 :]
         gains_s = _gains_s(reference, list(zip(working, times, strict=True)), len(free))
@@ -213,4 +208,4 @@ def _plan_variant(label: str, layers: Mapping[int, str], variants: Sequence[Vari
 def _planned(
     subject: ModelSubject, label: str, layers: Mapping[int, str], variants: Sequence[Variant]
 ) -> Point:
-    return plan_point(subject, _plan_variant(label, layers, variants), layers)
+    return measure.plan_point(subject, _plan_variant(label, layers, variants), layers)
