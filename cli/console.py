@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import typer
@@ -20,16 +21,15 @@ def colours() -> bool | None:
     return False if unable or os.environ.get("NO_COLOR") else None
 
 
-def say(text: str) -> None:
-    """Print a notice to stderr."""
-    put(text, err=True)
-
-
 def put(text: object, *, err: bool = False) -> None:
     """Print one line of results."""
     from efficient_attn.report.table import plain
 
     typer.secho(plain(str(text)), err=err, color=colours())
+
+
+# Print a notice to stderr.
+say = partial(put, err=True)
 
 
 def put_json(document: Any) -> None:

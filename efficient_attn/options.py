@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import field, fields
+from functools import partial
 from typing import Any
 
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
@@ -49,10 +50,12 @@ def option(
     return field(default=declared.pop("default"), metadata=declared)
 
 
-def compute_dtype_option() -> Any:
-    """Field for the dtype of the arithmetic."""
-    text = "Dtype that q, k and v are cast to: bfloat16 or float16. The output has q's dtype."
-    return option(None, text, added=True)
+compute_dtype_option = partial(
+    option,
+    None,
+    "Dtype that q, k and v are cast to: bfloat16 or float16. The output has q's dtype.",
+    added=True,
+)
 
 
 def check_compute_dtype(value: object) -> None:

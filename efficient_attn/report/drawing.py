@@ -147,9 +147,10 @@ def _write_texts(figure: Any, plot: Plot, *, legend: bool) -> int:
     title = _wrapped(plot.title, WIDTH_INCHES, _TITLE)
     conditions = "\n".join(_wrapped(line, WIDTH_INCHES, SMALL) for line in plot.conditions.splitlines())
     figure.suptitle(title, x=0.01, ha="left")
-    entries = plot.entries if legend else ()
-    names = [plain(short(series.label, _LONGEST_NAME)) for series in entries]
-    handles = [Line2D([], [], **series.style) for series in entries]
+    series = [line for chart in plot.charts for line in chart.series] if legend else []
+    styles = {line.label: line.style for line in series if line.label}
+    names = [plain(short(label, _LONGEST_NAME)) for label in styles]
+    handles = [Line2D([], [], **style) for style in styles.values()]
     longest = (max(map(len, names), default=0) * _LETTER + _HANDLE) * SMALL * _POINT
     columns = min(max(int(WIDTH_INCHES / longest), 1), max(len(names), 1))
     if names or conditions:

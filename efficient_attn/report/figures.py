@@ -140,12 +140,6 @@ class Plot(NamedTuple):
     def is_empty(self) -> bool:
         return not any(chart.draw or chart.drawable().series for chart in self.charts)
 
-    @property
-    def entries(self) -> tuple[Series, ...]:
-        """Series of the legend, each label once."""
-        series = (line for chart in self.charts for line in chart.drawable().series)
-        return tuple({line.label: line for line in series if line.label}.values())
-
     def drawable(self) -> "Plot":
         """Copy with the points that the axes can hold."""
         rows = tuple(tuple(chart and chart.drawable() for chart in row) for row in self.rows)

@@ -61,11 +61,7 @@ def run_folder(command: str) -> Path:
 def differences(
     old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], groups: Collection[str]
 ) -> str:
-    """Entries of these groups that differ, as `torch.version was 2.5, is 2.6`. Empty if a side has none.
-
-    Args:
-        groups: Names of entries, and of groups of entries such as `packages`.
-    """
+    """Entries or groups that differ, as `torch.version was 2.5, is 2.6`. Empty if a side has none."""
     if not (old and new):
         return ""
     sides = [[dict(flat(run)) for run in side] for side in (old, new)]

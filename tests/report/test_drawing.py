@@ -32,7 +32,9 @@ def test_texts_of_committed_runs_are_large_enough_and_none_lies_on_a_second_text
 def test_no_two_entries_of_a_legend_look_the_same(run):
     for plot in read(RUNS / run).plots().values():
         keys = ("color", "marker", "fillstyle", "linestyle")
-        looks = [tuple(str(series.style.get(key)) for key in keys) for series in plot.entries]
+        lines = [line for chart in plot.drawable().charts for line in chart.series]
+        styles = {line.label: line.style for line in lines if line.label}.values()
+        looks = [tuple(str(style.get(key)) for key in keys) for style in styles]
         assert len(looks) == len(set(looks)) and "None" not in {colour for colour, *_ in looks}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,9 +23,6 @@ from efficient_attn.studies.advise.record import AdviseRecord
 from efficient_attn.studies.advise.targets import AdviseSettled, Targets
 from efficient_attn.studies.swap import DECIDES, OF_A_FOLDER, model_workload, promising, text_option
 from efficient_attn.studies.swap.names import KL
-
-if TYPE_CHECKING:
-    from efficient_attn.studies.swap.measure import ModelSubject
 
 _SEQ_LENS = (512, 2048, 8192)
 # Lengths of a decoder whose key/value heads are ranked.
@@ -117,7 +114,7 @@ class Advise(Study):
         from efficient_attn.studies.swap.measure import candidates, has_copies
 
         workload = model_workload(self, "auto")
-        pairs: Sequence[tuple[ModelSubject, ModelSubject]]
+        pairs: Sequence[tuple[Any, Any]]
         left_out: list[str] = []
         variants, decodes = self._variants(), False
         if is_called(self.model):

@@ -103,7 +103,10 @@ def _counted(
     record = yield Point(case=case, measure=call, series=OWN, cost=3.0 * work(case))
     if record.status != "ok":
         return None
-    ranked = _ranked(record, subject)
+    # In their order before scores are measured.
+    heads = [(layer, head, 0.0) for layer in subject.layers for head in range(_kv_heads(subject))]
+    scored = json.loads(record.head_scores) if record.head_scores else heads
+    ranked = [(layer, head) for layer, head, _ in sorted(scored, key=lambda row: row[2])]
     fewest, most = 0, len(ranked)
     for number in range(_TRIALS):
         count = max(len(ranked) // 3, 1) if number == 0 else (fewest + most) // 2
@@ -117,14 +120,6 @@ def _counted(
             return None
         fewest, most = (fewest, count) if targets.halved().missed(record) else (count, most)
     return HeadPlan(ranked[:fewest], choice)
-
-
-def _ranked(record: AdviseRecord, subject: ModelSubject) -> list[tuple[int, int]]:
-    """(layer, key/value head), the least needed first, or in their order before scores are measured."""
-    if record.head_scores is None:
-        return [(layer, head) for layer in subject.layers for head in range(_kv_heads(subject))]
-    scores = sorted(json.loads(record.head_scores), key=lambda row: row[2])
-    return [(layer, head) for layer, head, _ in scores]
 
 
 def _kv_heads(subject: ModelSubject) -> int:

@@ -253,12 +253,7 @@ def ranks_heads(opened: Opened) -> bool:
 
 
 def load(model: Any, workload: Workload, dtype: str | None, tokens: int | None) -> Opened:
-    """The model of a folder, or a loaded model in a pair with its tokenizer.
-
-    Args:
-        dtype: Option of the study; None: the dtype of the checkpoint.
-        tokens: Length that the model of a folder has to support.
-    """
+    """The model of a folder, or a loaded model in a pair with its tokenizer."""
     from transformers import PreTrainedModel
 
     if isinstance(model, (str, Path)):
