@@ -100,6 +100,7 @@ class Engine:
         planned = foreseen(points(), store)
         self.cases = [point.case for point in planned.values()]
         self._missing = self._unanswered(planned)
+        self.to_measure = len(self._missing)
         self._done = 0
         if executor is not None and any(point.rounds for point in self._missing.values()):
             raise OptionError(
@@ -114,11 +115,6 @@ class Engine:
         self._timed_out: dict[Hashable, int] = {}
         self._budget_reported = False
         self.too_short: str | None = None
-
-    @property
-    def to_measure(self) -> int:
-        """Number of points without a final record."""
-        return len(self._missing)
 
     def _unanswered(self, points: Mapping[str, Point]) -> dict[str, Point]:
         return {key: point for key, point in points.items() if not self._store.answers(point)}

@@ -67,15 +67,12 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Next-token logits [batch tokens vocabulary] for token ids [batch tokens]."""
-        return self._logits(self.stack(self.embedding(tokens)))
+        return self.stack(self.embedding(tokens)) @ self.embedding.weight.mT
 
     def extend(self, tokens: Tensor, state: StackState | None = None) -> tuple[Tensor, StackState]:
         """Next-token logits of new tokens that follow `state`, and the new state, for `generate`."""
         x, state = self.stack.extend(self.embedding(tokens), state)
-        return self._logits(x), state
-
-    def _logits(self, x: Tensor) -> Tensor:
-        return x @ self.embedding.weight.mT
+        return x @ self.embedding.weight.mT, state
 
 
 @torch.no_grad()

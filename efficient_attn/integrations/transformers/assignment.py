@@ -162,7 +162,9 @@ def build_assignment(
     layers: Mapping[str, Mapping[str, Any]],
     source: str,
 ) -> dict[str, Backend]:
-    by_name = {_base_path(model, site.path): site for site in sites}
+    # Paths are equal with and without a head.
+    prefix = f"{model.base_model_prefix}."
+    by_name = {site.path.removeprefix(prefix): site for site in sites}
     if by_name.keys() != layers.keys():
         raise DataError(f"{source}: the layers in efficient_attn belong to another model.")
     backends: dict[str, Backend] = {}
@@ -178,9 +180,5 @@ def build_assignment(
 
 
 def assignment_of(model: PreTrainedModel, backends: Mapping[str, Backend]) -> dict[str, Any] | None:
-    return assignment_of_backends({_base_path(model, path): backend for path, backend in backends.items()})
-
-
-def _base_path(model: PreTrainedModel, path: str) -> str:
-    """Path in the base model, equal with and without a head."""
-    return path.removeprefix(f"{model.base_model_prefix}.")
+    prefix = f"{model.base_model_prefix}."
+    return assignment_of_backends({path.removeprefix(prefix): x for path, x in backends.items()})
