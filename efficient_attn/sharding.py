@@ -9,8 +9,7 @@ from torch import Tensor
 
 from efficient_attn.errors import UnsupportedError
 
-# `distributed.calls.Calls`; a variable of the process, not of a thread, since autograd recomputes checkpoints
-# in threads of its own.
+# `distributed.calls.Calls` of the process, not of a thread: autograd recomputes in threads of its own.
 hook: Any = None
 
 

@@ -109,8 +109,7 @@ def check_segments(backend: Backend, q: Tensor, k: Tensor, layout: Layout) -> No
 
 # Longest description that is compared; a message shows no more of it.
 _BYTES = 1024
-# Calls of each backend that agreed on a device other than the CPU, where a comparison synchronises with the
-# host.
+# Calls of each backend that agreed on a device other than the CPU, where a comparison synchronises.
 _AGREED: WeakKeyDictionary[nn.Module, set[tuple[str, Layout]]] = WeakKeyDictionary()
 # Tensors of each backend with their versions, and the digest of their values.
 _DIGESTS: WeakKeyDictionary[nn.Module, tuple[list[ref[Tensor]], list[int | None], str]] = WeakKeyDictionary()

@@ -25,8 +25,7 @@ from efficient_attn.runs.study import Point, Points
 # Seconds of timed calls in a round; the rounds of a run take at most this share of its budget.
 _ROUND_S, _SHARE_OF_BUDGET = 0.05, 0.5
 
-# Seconds that tables, plots and the page take after the last point on a busy machine, at most this share of
-# a budget.
+# Seconds of tables, plots and the page after the last point on a busy machine, and their share of a budget.
 _SAVING_S, _SHARE_OF_SAVING = 14.0, 0.3
 
 

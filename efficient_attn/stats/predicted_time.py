@@ -36,9 +36,6 @@ def extrapolated(
     """Time at a length with its interval.
 
     A length with a time has that time; fewer than FEWEST_CALLS times predict nothing.
-
-    Args:
-        growth: Exponent of the number of tokens in the time.
     """
     if tokens in times_s:
         return (times_s[tokens],) * 3

@@ -22,10 +22,8 @@ class LanguageModel(nn.Module):
         backend: Causal backend, as for `build`.
         vocabulary: Vocabulary size; 256 for bytes.
         positions: Kind of positions, as for `Encoder`.
-        max_tokens: Longest sequence, for learned positions.
-        seed: Random seed of the random features, spawned per layer; weights use PyTorch's global generator.
         device, dtype: Device and dtype of parameters and buffers, as of torch's layers.
-        options: Further arguments of Encoder, including options of the backend.
+        options: Further arguments of Encoder: seed, max_tokens, options of the backend, …
     """
 
     def __init__(
@@ -37,8 +35,6 @@ class LanguageModel(nn.Module):
         num_layers: int,
         vocabulary: int = 256,
         positions: str | None = "rotary",
-        max_tokens: int | None = None,
-        seed: int = 0,
         device: Any = None,
         dtype: torch.dtype | None = None,
         **options: Any,
@@ -59,8 +55,6 @@ class LanguageModel(nn.Module):
             norm="pre",
             positions=positions,
             causal=True,
-            max_tokens=max_tokens,
-            seed=seed,
             **options,
         )
         self.to(device=device, dtype=dtype)

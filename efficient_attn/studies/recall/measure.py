@@ -48,8 +48,7 @@ class Learner(nn.Module):
             **options,
         )
         self.guess = nn.Linear(case.model_dim, CLASSES)
-        # A query begins nearest to its own key. From unlike projections every backend first has to leave a
-        # plateau, and how long that takes is chance more than anything else.
+        # A query begins nearest to its own key: how long unlike projections stay on a plateau is chance.
         with torch.no_grad():
             of_queries, of_keys, _ = self.block.attention.in_proj_weight.chunk(3)
             of_keys.copy_(of_queries)

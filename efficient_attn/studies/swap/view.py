@@ -29,8 +29,7 @@ _DECISIVE = (KL, MEAN_POOL, HIDDEN, OUTPUT)
 # Columns of a decoder, whose next tokens say more than its hidden states.
 _OF_DECODERS = (KL, PERPLEXITY, LOSS, RECALL)
 
-# Rounding of float32 hidden states and outputs; errors of cosines and divergences are of the order of its
-# square.
+# Rounding of float32 hidden states and outputs; cosines and divergences have about its square.
 _ROUNDING = 1e-4
 
 # Fields common to the cases of one swap, in which a model may run in two dtypes.
