@@ -89,7 +89,6 @@ def block_sums(
         x: The last tokens, [batch heads tokens dim].
         tokens: Number of all tokens.
         key_mask: bool [batch tokens], of earlier tokens too; None: all are real.
-        earlier: Sums of the earlier tokens, or None.
     """
     x, total, start = upcast(x), -(-tokens // block), tokens - x.shape[2]
     if x.shape[2] == 0:
@@ -257,11 +256,7 @@ def _attend(
 def keys_read(
     q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor, pattern: Pattern, sums: Sums | None = None
 ) -> Tensor:
-    """Keys of the blocks that queries read, bool [batch heads rows k_tokens], later keys included.
-
-    Args:
-        rows: Index of the queries, [rows].
-    """
+    """Keys of the blocks that queries read, bool [batch heads rows k_tokens], later keys included."""
     tokens, device = k.shape[2], k.device
     real = torch.ones(len(k), tokens, dtype=torch.bool, device=device) if key_mask is None else key_mask
     position, numbers = rows + tokens - q.shape[2], torch.arange(tokens, device=device)
@@ -378,11 +373,7 @@ def _steps(
 
 
 def _parts(heads: int, blocks: range, numbers: int, k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Heads and blocks of each step.
-
-    Args:
-        numbers: Numbers that a block of queries gathers.
-    """
+    """Heads and blocks of each step, where a block of queries gathers `numbers` numbers."""
     group = heads
     if readable(k):
         group = min(max(_STEP // (numbers * max(len(blocks), 1)), 1), heads)

@@ -148,9 +148,8 @@ def query_moments(
 
     Args:
         q: [batch heads tokens head_dim], not scaled yet.
-        real: bool [batch tokens].
-        masked: Whether `real` may be False.
-        total: Sum over the ranks that hold the other queries; None: there are none.
+        masked: Whether `real`, bool [batch tokens], may be False.
+        total: Sum over the ranks that hold the other queries, or None.
     """
     total = total or (lambda x: x)
     masks = real.split(step, dim=1) if masked else repeat(None)

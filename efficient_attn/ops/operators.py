@@ -74,7 +74,6 @@ def transformable(
     """Register the gradient of an operator for autograd and for the transforms of torch.func.
 
     Args:
-        registered: An operator, without keyword arguments.
         backward: Function of a context and the output gradients. None: a backward pass raises an error.
         keep: Function of a context, the inputs and the output that saves tensors for `backward`.
     """

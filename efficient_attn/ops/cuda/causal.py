@@ -106,12 +106,7 @@ class KernelCall:
 def forward(
     inputs: LinearInputs, past: LinearState | None, *, tile: Tile, with_state: bool = False
 ) -> tuple[Outputs, LinearState | None]:
-    """Output of every query, and the state after all keys.
-
-    Args:
-        past: State of the keys before the first key, or None.
-        with_state: Whether the state after all keys is computed; otherwise None.
-    """
+    """Output of every query after the keys of `past`, and the state after all keys, or None."""
     call = KernelCall(inputs, tile, tile.tokens)
     q, _, v = call.inputs[:3]
     outputs = new_outputs(q, v)

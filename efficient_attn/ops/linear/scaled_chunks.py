@@ -138,7 +138,6 @@ def running_states(
     Args:
         first: State before the first chunk, [batch kv_heads …].
         reverse: Whether the first state follows the last chunk, and states follow each chunk.
-        unscaled: Whether every scale is 1, see `FeatureMap`.
     """
     heads = first.sums.shape[:2]
     first = LinearState(*(x.flatten(0, 1).unsqueeze(1) for x in first))

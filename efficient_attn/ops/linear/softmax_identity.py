@@ -51,11 +51,7 @@ CHUNK = 768
 
 
 def num_parts(keys: int, programs: int, multiprocessors: int) -> int:
-    """Parts of the keys, a power of two.
-
-    Args:
-        programs: Number of programs without a split.
-    """
+    """Parts of the keys, a power of two, for a number of programs without a split."""
     most = max(min(math.ceil(_PROGRAMS * multiprocessors / programs), keys // LEAST_KEYS), 1)
     parts = 2 ** (most.bit_length() - 1)
     # Unequal parts are padded, which copies all keys: fewer, equal parts that occupy the device are better.
@@ -144,7 +140,6 @@ def two_softmaxes(inputs: LinearInputs) -> tuple[Outputs, LinearState]:
 
 
 def _padded_directions(inputs: LinearInputs) -> Tensor:
-    """Direction of each feature, [batch kv_heads features dim]."""
     w = inputs.exponents()
     return _pad_width(w.expand(*inputs.k.shape[:2], *w.shape[-2:]), inputs)
 
@@ -215,13 +210,7 @@ def _pad_width(x: Tensor, inputs: LinearInputs) -> Tensor:
 def two_softmaxes_gradients(
     inputs: LinearInputs, grad_out: Tensor, out: Tensor, logarithm: Tensor, state: LinearState
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients with respect to q, k and v.
-
-    Args:
-        grad_out: Output gradient, [batch heads q_tokens value_dim].
-        logarithm: Log denominator of each row, [batch heads q_tokens 1]; +inf: no key.
-        state: State of all keys.
-    """
+    """Gradients with respect to q, k and v, from the state of all keys."""
     if flex.available(*inputs[:3]):
         inputs = rounded_directions(inputs)
     kernel = ExpKernel(inputs, shared_buffer=True)

@@ -69,11 +69,7 @@ class Means(NamedTuple):
 
 
 def summarise(keys: Features, v: Tensor, *, unscaled: bool) -> LinearState:
-    """The state of keys and their values [batch kv_heads tokens value_dim].
-
-    Args:
-        unscaled: Whether every scale is 1, see `FeatureMap`.
-    """
+    """The state of keys and their values [batch kv_heads tokens value_dim]."""
     if unscaled and keys.values is not None:
         return LinearState(_summed(keys.values, with_ones(v)), keys.log_scale[..., :1, :])
     reference = keys.log_scale.detach().amax(dim=-2, keepdim=True)
@@ -169,9 +165,6 @@ class CausalGradients(NamedTuple):
     """Gradients of causal attention after the keys of a state.
 
     Attributes:
-        q: [batch heads q_tokens head_dim].
-        k: [batch kv_heads k_tokens head_dim].
-        v: [batch kv_heads k_tokens value_dim].
         past_sums: For the sums of that state, [batch kv_heads features value_dim+1], or None.
     """
 
@@ -210,8 +203,7 @@ def read_gradients(
 
     Args:
         values: Values and ones, [… rows value_dim+1].
-        offset: Logarithmic factor on the features.
-        unscaled: Whether every scale and factor is 1, see `FeatureMap`.
+        offset: Logarithmic factor on the features, not read if `unscaled`.
     """
     if unscaled and keys.values is not None:
         grads = keys._replace(values=values @ query_sums.mT)

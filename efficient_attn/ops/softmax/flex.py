@@ -33,11 +33,7 @@ class NotCompiledError(RuntimeError):
 
 
 def available(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "flex") -> bool:
-    """Whether the kernels support these tensors, all of one dtype and not empty, and passed their check.
-
-    Args:
-        kernel: Name in `verdict.SOURCES`.
-    """
+    """Whether a kernel of `verdict.SOURCES` passed its check and supports these tensors."""
     supported = paths.flex_serves(q.device, q.dtype) and all(
         x.dtype is q.dtype and x.shape[-1] in _DIMS and 0 < x.numel() < _NUMBERS for x in (q, k, v)
     )

@@ -35,7 +35,6 @@ def fused_attention(
     """softmax(scale · q kᵀ) v in O(tokens) memory, excluding inputs and output.
 
     Args:
-        dropout: Dropout probability of the weights, 0 outside training.
         zeroed: Whether keys and values are already zero where they are masked.
     """
     if scale <= 0:

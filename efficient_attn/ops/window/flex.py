@@ -21,11 +21,7 @@ _BLOCK = 128
 
 
 def supports_window(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "window-flex") -> bool:
-    """Whether the kernel serves these tensors, with as many queries as keys.
-
-    Args:
-        kernel: Name in `verdict.SOURCES`.
-    """
+    """Whether a kernel of `verdict.SOURCES` serves these tensors, with as many queries as keys."""
     # An exported program may run without a compiler, and would then write all scores.
     whole = not torch.compiler.is_exporting() and q.shape[2] == k.shape[2]
     return whole and flex.available(q, k, v, kernel=kernel)

@@ -116,11 +116,7 @@ _SCHEMA = (
 
 @operator("window", f"({_SCHEMA}) -> (Tensor, Tensor)")
 def fused_window(*fields: Any) -> tuple[Tensor, Tensor]:
-    """The output [batch heads q_tokens dim] and each row's log-sum-exp [batch heads q_tokens].
-
-    Args:
-        fields: Of `WindowInputs`.
-    """
+    """The output [batch heads q_tokens dim] and each row's log-sum-exp [batch heads q_tokens]."""
     inputs = WindowInputs(*fields)
     (q, k, v, key_mask, back, ahead, scale), first = inputs[:7], inputs.first
     back, ahead = min(back, k.shape[2]), min(ahead, k.shape[2])
@@ -238,12 +234,7 @@ def _steps(
     block: int,
     blocks: int,
 ) -> Iterator[tuple[WindowTile, Tensor | None]]:
-    """Tiles, each with its score bias, [rows keys] or [1 blocks rows keys].
-
-    Args:
-        block: Queries per block.
-        blocks: Blocks of all heads per tile.
-    """
+    """Tiles, each with its score bias, [rows keys] or [1 blocks rows keys]."""
     before = keys.shape[1] - queries.shape[1]
     biases: dict[tuple[int, ...], Tensor | None] = {}
     group = max(blocks // len(queries), 1)

@@ -43,11 +43,7 @@ class WindowState(NamedTuple):
 def extend_window(
     state: WindowState | None, k: Tensor, v: Tensor, key_mask: Tensor | None, *, count: int, back: int
 ) -> tuple[KVCache, GlobalKeys | None, WindowState]:
-    """Keys that new tokens read, and the state after them.
-
-    Args:
-        count: Number of global tokens.
-        back: Number of earlier keys in a window.
+    """Keys that new tokens read, and the state after them, with `count` global tokens.
 
     Returns:
         A cache for the window, the global keys outside it (None while the cache is the whole sequence), and
@@ -155,13 +151,7 @@ def _extend_masked(
 
 
 def state_of(cache: KVCache, first: AgedKeys, *, tokens: int) -> WindowState:
-    """The state after a prefill.
-
-    Args:
-        cache: The last tokens, including global tokens.
-        first: Global keys, aged from the end of the cache.
-        tokens: Length of the whole sequence.
-    """
+    """The state after a prefill of `tokens` tokens, with global keys aged from the end of the cache."""
     count, length = min(first.k.shape[2], tokens), cache.k.shape[2]
     if mask_of(cache) is None:
         rest = last_tokens(cache, min(length, tokens - count))

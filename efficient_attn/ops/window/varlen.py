@@ -46,11 +46,7 @@ def supports_varlen(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) ->
 def varlen_window(
     q: Tensor, k: Tensor, v: Tensor, key_mask: None, back: int, ahead: int, scale: float
 ) -> Tensor:
-    """softmax(scale · q kᵀ) v over the keys i−back … i+ahead. The queries are the last positions.
-
-    Args:
-        scale: Positive factor on the scores.
-    """
+    """softmax(scale · q kᵀ) v over the keys i−back … i+ahead. The queries are the last positions."""
     # Imported here, since the compiler traces an import but not the cache of `_function`.
     from torch.nn.attention.varlen import varlen_attn
 
