@@ -141,20 +141,10 @@ def backward(
     g, rows = _with_rows(grad_out), q.shape[2]
     offsets, deltas = (call.new(call.batch, call.heads, rows) for _ in range(2))
     flat_heads = call.batch * call.heads
-    delta_kernel[(triton.cdiv(rows, 64), flat_heads)](
-        g,
-        outputs.out.contiguous(),
-        outputs.log_normaliser.contiguous(),
-        offsets,
-        deltas,
-        rows,
-        call.heads,
-        g.stride()[:3],
-        VALUE_DIM=call.value_dim,
-        VALUE_PADDED=_padded(call.value_dim),
-        TOKENS=64,
-        num_warps=4,
-    )
+    tensors = g, outputs.out.contiguous(), outputs.log_normaliser.contiguous(), offsets, deltas
+    sizes = {"VALUE_DIM": call.value_dim, "VALUE_PADDED": _padded(call.value_dim), "TOKENS": 64}
+    grid = triton.cdiv(rows, 64), flat_heads
+    delta_kernel[grid](*tensors, rows, call.heads, g.stride()[:3], **sizes, num_warps=4)
     query_factor, factor, *_ = call.factors
     arguments = call.rows | _strides(g=g) | call.positions | call.sizes
     arguments |= {"g": g, "offsets": offsets, "deltas": deltas, "limit": LIMIT}
@@ -241,17 +231,9 @@ def _states(call: KernelCall, arguments: dict[str, Any], steps: int, past: Linea
     options = {"num_warps": call.tile.walk_warps, "num_stages": 2}
     grid = (features // arguments["FEATURES"], segments, flat_heads)
     walk_kernel[grid](w=call.directions, **arguments, **each, WRITE=False, **options)
-    scan_kernel[(features // 16, flat_heads)](
-        *alone,
-        *states.segments,
-        segments,
-        features,
-        DIM=value_dim,
-        PADDED=_padded(value_dim),
-        FEATURES=16,
-        HAS_PAST=past is not None,
-        num_warps=4,
-    )
+    sizes = {"DIM": value_dim, "PADDED": _padded(value_dim), "FEATURES": 16, "HAS_PAST": past is not None}
+    scan = scan_kernel[(features // 16, flat_heads)]
+    scan(*alone, *states.segments, segments, features, **sizes, num_warps=4)
     walk_kernel[grid](w=call.directions, **arguments, **scanned, WRITE=True, **options)
     return states
 

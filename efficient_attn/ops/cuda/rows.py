@@ -31,8 +31,9 @@ def line_of(rows, number, i):
 
 @triton.jit
 def store_outputs(
-    out, logarithms, negative, row, real, acc, lost, total, top, DIM: tl.constexpr, PADDED: tl.constexpr
-):
+    out, logarithms, negative, line, row, real, acc, lost, total, top,
+    DIM: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
     """Store rows divided by their denominators, and the logarithms of these. Rows without keys are zero.
 
     Rounding to operands takes `lost` from the sum of the weights, so from the output's denominator too.
@@ -41,10 +42,10 @@ def store_outputs(
     empty = total <= 0
     safe = tl.where(empty, 1.0, total)
     rows = tl.where(empty[:, None], 0.0, acc / (safe - lost)[:, None])
-    store_rows(out, row, real, rows, DIM, PADDED)
+    store_rows(out + line * DIM, row, real, rows, DIM, PADDED)
     logarithm = tl.where(empty, float("inf"), (top + tl.log2(safe)) * 0.6931471805599453)
-    tl.store(logarithms + row, logarithm, mask=real)
-    tl.store(negative + row, (row < 0).to(tl.int8), mask=real)
+    tl.store(logarithms + line + row, logarithm, mask=real)
+    tl.store(negative + line + row, (row < 0).to(tl.int8), mask=real)
 
 
 @triton.jit(do_not_specialize=["tokens", "before", "first", "slots"])
@@ -102,17 +103,7 @@ def chunk_kernel(
     tl.store(flags + bh * tl.num_programs(0) + slot, tl.max(weak_rows, 0))
     line = bh * (tokens - before)
     store_outputs(
-        out + line * VALUE_DIM,
-        logarithms + line,
-        negative + line,
-        t - before,
-        real_rows,
-        acc,
-        lost,
-        total,
-        top,
-        VALUE_DIM,
-        VALUE_PADDED,
+        out, logarithms, negative, line, t - before, real_rows, acc, lost, total, top, VALUE_DIM, VALUE_PADDED
     )
 
 
@@ -188,16 +179,7 @@ def repair_kernel(
         acc = (acc + dot(weights, values)) * shrink[:, None] + dot(pair_weights, block_values)
         lost = tl.sum(scores - weights.to(tl.float32), 1) * shrink
         lost += tl.sum(pairs - pair_weights.to(tl.float32), 1)
+        row = i - before
         store_outputs(
-            out + line * VALUE_DIM,
-            logarithms + line,
-            negative + line,
-            i - before,
-            real_rows,
-            acc,
-            lost,
-            total,
-            new,
-            VALUE_DIM,
-            VALUE_PADDED,
+            out, logarithms, negative, line, row, real_rows, acc, lost, total, new, VALUE_DIM, VALUE_PADDED
         )

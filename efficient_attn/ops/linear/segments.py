@@ -222,7 +222,10 @@ def _within_chunks(segment: Segment, rows: Rows, past: LinearState, grads: tuple
         g = rows.g if unscaled else rows.g * row_factors(offset, rows.sign)
         grad_q = rows.features._replace(values=g @ keys.before.sums.mT)
     pairs = _pairs_without_scales(rows, keys) if unscaled else _pairs(rows, keys)
-    grad_q = _sum(grad_q, pairs.grad_queries)
+    log_scale, values = pairs.grad_queries
+    if grad_q.values is not None and values is not None:
+        values = grad_q.values + values
+    grad_q = Features(grad_q.log_scale + log_scale, values)
     grad_q_rows = segment.query_gradient(rows.queries, rows.features, grad_q)
     grads[0][..., segment.part, :] = grad_q_rows
     grads[1][..., segment.positions, :] = segment.key_gradient(keys.rows, keys.features, pairs.grad_keys)
@@ -319,13 +322,6 @@ def _gradients(weights: Tensor, grad_weights: Tensor, features: Features, lift: 
     if features.values is None:
         return Features((weights * grad_weights).div_(lift), None)
     return Features((weights * grad_weights).sum(dim=-1, keepdim=True), grad_weights)
-
-
-def _sum(left: Features, right: Features) -> Features:
-    values = None
-    if left.values is not None and right.values is not None:
-        values = left.values + right.values
-    return Features(left.log_scale + right.log_scale, values)
 
 
 def _triangle(scores: Tensor, size: int) -> Tensor:

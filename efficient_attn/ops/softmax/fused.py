@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from efficient_attn.ops.alignment import Spans, real_spans
+from efficient_attn.ops.alignment import Spans, first_columns, padded_rows, real_spans
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.paths import parts
 from efficient_attn.ops.softmax import cpu_flash
@@ -49,35 +49,29 @@ def fused_attention(
     elif key_mask is not None and not zeroed:
         k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
     # The O(tokens) kernel requires one width for all three; zero columns change no product.
-    missing = q.shape[-1] - v.shape[-1]
-    if missing > 0:
-        v = F.pad(v, (0, missing))
-    elif missing < 0:
-        q, k = F.pad(q, (0, -missing)), F.pad(k, (0, -missing))
+    value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    q, k, v = padded_rows(q, width), padded_rows(k, width), padded_rows(v, width)
     if spans:
         out = _by_flash(q, k, v, None, scale, spans)
     elif rowwise and (key_mask is not None or q.shape[-2] != k.shape[-2]):
         out = _causal_in_blocks(q, k, v, scale=scale, key_mask=key_mask, dropout=dropout)
     else:
         mask = None if key_mask is None else _without_fully_masked(key_mask[:, None, None, :], key_mask)
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=rowwise,
-            scale=scale,
-            enable_gqa=_plain(q.shape[1] != k.shape[1]),
-        )
+        options = _options(q, k, scale, dropout)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=rowwise, **options)
     # A slice of the whole tensor would copy its gradient in the backward pass.
-    return out[..., :-missing] if missing > 0 else out
+    return first_columns(out, value_dim)
 
 
 def _plain(condition: bool) -> bool:
     """Convert a compiler's symbol or a trace's tensor to a bool for the kernel."""
     # In compiled code bool() of a symbol stays a symbol.
     return any([condition])
+
+
+def _options(q: Tensor, k: Tensor, scale: float, dropout: float) -> dict[str, Any]:
+    """Arguments of the kernel that rows with and without masks share."""
+    return {"scale": scale, "dropout_p": dropout, "enable_gqa": _plain(q.shape[1] != k.shape[1])}
 
 
 def _causal_in_blocks(
@@ -87,17 +81,10 @@ def _causal_in_blocks(
     asks = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if asks and q.shape[-2] > _ROWS and not dropout and eager(q, k, v) and cpu_flash.available(q, k, v):
         return _by_flash(q, k, v, key_mask, scale, None)
-    blocks = []
+    blocks, options = [], _options(q, k, scale, dropout)
     for rows, keys, _ in _blocks(q, k, None):
-        block = F.scaled_dot_product_attention(
-            q[rows],
-            k[keys],
-            v[keys],
-            attn_mask=_visible(rows[2], keys[2].stop, q, key_mask),
-            dropout_p=dropout,
-            scale=scale,
-            enable_gqa=_plain(q.shape[1] != k.shape[1]),
-        )
+        mask = _visible(rows[2], keys[2].stop, q, key_mask)
+        block = F.scaled_dot_product_attention(q[rows], k[keys], v[keys], attn_mask=mask, **options)
         blocks.append(block)
     return torch.cat(blocks, dim=-2)
 

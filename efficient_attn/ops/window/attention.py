@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from efficient_attn.ops.alignment import first_columns, padded_rows
 from efficient_attn.ops.dtypes import zero_masked
 from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.paths import dynamic
@@ -94,16 +94,16 @@ def _tuned(
 ) -> Tensor:
     value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
     # The kernel requires one width for all three; zero columns change no product.
-    q, k, v = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
+    q, k, v = (padded_rows(x, widest) for x in (q, k, v))
     if first is None:
         out, _ = fused_window(q, k, v, key_mask, back, ahead, scale)
     else:
-        first_k, first_v = (F.pad(x, (0, widest - x.shape[-1])) for x in first[:2])
+        first_k, first_v = (padded_rows(x, widest) for x in first[:2])
         if first.at is not None:
             # Gradients of the keys include the gradients of these copies.
             first_k, first_v = first_k.detach(), first_v.detach()
         out, _ = fused_window(q, k, v, key_mask, back, ahead, scale, first_k, first_v, first.far, first.at)
-    return out if value_dim == widest else out[..., :value_dim]
+    return first_columns(out, value_dim)
 
 
 class _Enter(torch.autograd.Function):

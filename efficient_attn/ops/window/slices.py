@@ -31,8 +31,10 @@ def sliced_window(
         visible = ((age <= back) & (age >= -ahead)).expand(len(q), 1, -1, -1)
         keys_read, values_read = k[..., keys, :], v[..., keys, :]
         if first is not None:
-            far = _far(first, q_tokens)[..., rows].mT.unsqueeze(1)
-            visible = torch.cat([far, visible], dim=-1)
+            far = torch.ones(*first.k.shape[:3:2], q_tokens, dtype=torch.bool)
+            if first.far is not None:
+                far = F.pad(first.far, (q_tokens - first.far.shape[-1], 0))
+            visible = torch.cat([far[..., rows].mT.unsqueeze(1), visible], dim=-1)
             keys_read = torch.cat([first.k, keys_read], dim=-2)
             values_read = torch.cat([first.v, values_read], dim=-2)
         bias = q.new_zeros(visible.shape).masked_fill(~visible, -torch.inf)
@@ -40,10 +42,3 @@ def sliced_window(
             q[..., rows, :], keys_read, values_read, attn_mask=bias, scale=scale, enable_gqa=True
         )
     return out
-
-
-def _far(first: GlobalKeys, q_tokens: int) -> Tensor:
-    """Whether each query reads the global keys besides its window, bool [batch count q_tokens]."""
-    if first.far is None:
-        return torch.ones(*first.k.shape[:3:2], q_tokens, dtype=torch.bool)
-    return F.pad(first.far, (q_tokens - first.far.shape[-1], 0))
