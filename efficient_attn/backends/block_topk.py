@@ -45,23 +45,14 @@ class BlockCache(NamedTuple):
     """KV cache, and sums over the tokens of each block, from the first real token on.
 
     Attributes:
-        k: [batch kv_heads tokens head_dim], zero where masked.
-        v: [batch kv_heads tokens value_dim], zero where masked.
-        key_mask: bool [batch tokens], as in `KVCache`.
-        past_q: Sums of the queries of each block before the last, [batch heads blocks head_dim].
-        past_k: Sums of their keys, and numbers of real keys, [batch kv_heads blocks head_dim+1].
-        last_q: Sums of the queries of the last block, [batch heads 1 head_dim].
-        last_k: Sums of its keys, and their number, [batch kv_heads 1 head_dim+1].
+        past: Sums of each block before the last.
+        last: Sums of the last block.
         read: Numbers of the blocks that the last block reads, [batch heads 1 most]; none after a mask.
     """
 
-    k: Tensor
-    v: Tensor
-    key_mask: Tensor
-    past_q: Tensor
-    past_k: Tensor
-    last_q: Tensor
-    last_k: Tensor
+    cache: KVCache
+    past: Sums
+    last: Sums
     read: Tensor
 
 
@@ -83,21 +74,20 @@ class BlockTopK(nn.Module):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: BlockCache | None, key_mask: Tensor | None
     ) -> tuple[Tensor, BlockCache]:
-        cache = append_tokens(None if state is None else KVCache(*state[:3]), k, v, key_mask)
+        cache = append_tokens(None if state is None else state.cache, k, v, key_mask)
         mask, tokens, new = mask_of(cache), cache.k.shape[2], q.shape[2]
         queries, sums = range((tokens - new) // self._block, -(-tokens // self._block)), None
         inside = mask is None and new > 0 and (tokens - new) % self._block > 0 and len(queries) == 1
         if state is not None and inside:
             # Earlier blocks alone decide which blocks a block reads.
             added, read = self._sums(q, k, None, new), state.read
-            parts = *state[3:5], state.last_q + added.q, state.last_k + added.k
+            past, last = state.past, Sums(state.last.q + added.q, state.last.k + added.k)
         else:
             earlier = None
             if state is not None:
-                earlier = Sums(*(torch.cat(x, dim=2) for x in (state[3:7:2], state[4:7:2])))
+                earlier = Sums(*(torch.cat(x, dim=2) for x in zip(state.past, state.last, strict=True)))
             sums = self._sums(q, k, mask, tokens, earlier)
             past, last = (Sums(*(x[:, :, y].clone() for x in sums)) for y in (slice(-1), slice(-1, None)))
-            parts = *past, *last
             read = torch.zeros(*q.shape[:2], 1, 0, dtype=torch.long, device=q.device)
             if mask is None and queries:
                 read = blocks_read(queries, None, cache.k, self.pattern, sums)
@@ -105,7 +95,7 @@ class BlockTopK(nn.Module):
         if out.numel():
             call = partial(block_attention, scale=self._scale, key_mask=mask, sums=sums)
             out = call(q, cache.k, cache.v, self.pattern, read=read if mask is None else None)
-        return out, BlockCache(*cache, *parts, read if inside else read[:, :, -1:].clone())
+        return out, BlockCache(cache, past, last, read if inside else read[:, :, -1:].clone())
 
     @torch.no_grad()
     def _sums(

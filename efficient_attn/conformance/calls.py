@@ -188,7 +188,6 @@ BATCH = LONG.but(batch=2, heads=2)
 BYTES_POWER, TIME_POWER = 0.1, 0.2
 # Tolerance of a single doubling, where stages bend the curve: halfway to a further √tokens.
 DOUBLING_POWER = 0.25
-# Lengths as multiples of the shortest.
 DOUBLINGS = (1, 2, 4, 8)
 REPEATS = 5
 

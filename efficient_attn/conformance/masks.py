@@ -50,7 +50,6 @@ SHORT = tuple(CheckCase(tokens=n) for n in (1, 3, 65))
 SINGLE = CheckCase(tokens=1, batch=1, heads=2, kv_heads=1)
 # Rows of several blocks, with keys before them.
 ROWS = vary(CheckCase(tokens=600, keys=700, batch=1, heads=1, kv_heads=1, causal=True), masked=(False, True))
-# Longer than in other checks of outputs.
 BEYOND = CheckCase(tokens=3300, batch=1, heads=1, kv_heads=1, causal=True)
 # A little more than the largest of BORDERS.
 WHOLE = CheckCase(tokens=530, batch=1, heads=2, kv_heads=1, value_dim=3)

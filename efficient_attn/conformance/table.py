@@ -175,7 +175,6 @@ def _reductions(case: CheckCase) -> Iterator[CheckCase]:
     """Cases with one thing less, the largest steps first."""
     for size in _SIZES:
         if size < case.tokens:
-            # Causal queries are the last positions of at least as many keys.
             yield case.but(tokens=size)
             yield case.but(tokens=size, keys=None)
         if case.keys is not None and size < case.keys and (size >= case.tokens or not case.causal):

@@ -114,7 +114,6 @@ def _build(case: Case, spec: BackendSpec) -> Any:
         return Encoder(case.model_dim, case.num_heads, spec, num_layers=layers, positions=None, **shared)
 
 
-# Upper bound on the speed-up of a block.
 _VALUES = BackendSpec(
     name=CEILING,
     summary="Identity attention: the values themselves.",

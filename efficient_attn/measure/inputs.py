@@ -31,10 +31,8 @@ TEXTS = ("alice", "pride", "sawyer", "opticks", "types")
 # Texts with several files: layers of the whole text, then layers of its beginning.
 _FILES = {"types": ("types", "types-18")}
 
-# Names of the shipped inputs, each with its text.
 SHIPPED = {"encoder": 0, "decoder": 4}
 
-# Names of tensors, `layer.N.q` or `q`.
 _NAME = re.compile(r"(?:layer\.(\d{1,9})\.)?([qkv])")
 
 # Entries of the metadata that describe the activations, each as JSON.

@@ -10,6 +10,7 @@ from small_backends import small_backend
 from torch import Tensor
 
 import efficient_attn as ea
+from efficient_attn.measure.memory import tensors_in
 from efficient_attn.ops.softmax.kv_cache import append
 
 STREAMING = [name for name in ea.list_backends() if ea.spec(name).capabilities.streaming]
@@ -44,7 +45,7 @@ def test_a_state_keeps_none_of_the_callers_memory_alive(name):
     _, state = backend.extend(q, k, v)
     _, later = backend.extend(q, k, v, state)
     _, same = backend.extend(*(x[:, :, :0] for x in (q, k, v)), state)
-    for x in (*state, *later, *same):
+    for x in tensors_in((state, later, same)):
         assert x.untyped_storage().data_ptr() != packed.untyped_storage().data_ptr()
         # Nothing but the state itself takes memory, and spare capacity for as much again.
         assert x.untyped_storage().nbytes() <= 2 * x.numel() * x.element_size()

@@ -223,12 +223,7 @@ def held_tokens(inputs: LinearInputs, numbers: int | None = None) -> int:
 
 
 def in_range(logarithm: Tensor, blind: Tensor | None) -> bool:
-    """Whether all row sums of plain features are far from the limits of floats.
-
-    Args:
-        logarithm: Logarithm of each row's sum, [batch heads q_tokens 1].
-        blind: Whether a row reads no key, bool; None: all rows read some.
-    """
+    """Whether all row sums of plain features, but of `blind` rows, are far from the limits of floats."""
     # A comparison with NaN is false.
     near = logarithm.abs() < RANGE[logarithm.dtype]
     return bool((near if blind is None else near | blind).all())
@@ -314,17 +309,15 @@ class ExpKernel:
             return torch.bmm(rows, self._queries, out=out)
         return torch.baddbmm(offset, rows, self._queries, out=out)
 
-    def key_exponents(self, keys: Tensor) -> Tensor:
-        """Exponents of all keys, masked or not, [flat_heads positions features]."""
+    def real_key_exponents(self, keys: Tensor, positions: slice) -> Tensor:
+        """Exponents of keys, −inf for masked keys, [flat_heads positions features]."""
         below = torch.linalg.vector_norm(keys, dim=-1, keepdim=True).square_()
         below.mul_(-abs(self.inputs.scale) / 2 * LOG2_E).add_(self._constant)
         out = self.scratch(self._names[1], keys, (*keys.shape[:-1], self.features))
         exponents = torch.baddbmm(below, keys, self._keys, out=out)
-        return exponents if self._weights is None else exponents.add_(self._weights)
-
-    def real_key_exponents(self, keys: Tensor, positions: slice) -> Tensor:
-        """Exponents of keys, −inf for masked keys, [flat_heads positions features]."""
-        exponents, real = self.key_exponents(keys), self.inputs.real(positions)
+        if self._weights is not None:
+            exponents.add_(self._weights)
+        real = self.inputs.real(positions)
         return exponents if real is None else exponents.masked_fill_(~real, -torch.inf)
 
     def query_gradient(self, grad_exponents: Tensor) -> Tensor:

@@ -221,10 +221,6 @@ class Segment(NamedTuple):
         rows = self.inputs.transformed(self._by_chunks(upcast(self.inputs.q)), 0)
         return rows * self.inputs.query_factor
 
-    def key_rows(self) -> Tensor:
-        """Scaled keys, [batch kv_heads chunks·size head_dim]."""
-        return self.inputs.key_rows(_ALL)
-
     def query_features(self, rows: Tensor) -> Features:
         """Features of query rows, in chunks."""
         return _each(self.inputs.query_features(rows), _flat, self.size * self.inputs.group)

@@ -99,7 +99,7 @@ def attend_segment(inputs: LinearInputs, part: slice, past: LinearState) -> tupl
 
 def keys_of(segment: Segment, past: LinearState) -> Keys:
     """Features, values and states of a segment's keys, which follow the keys of `past`."""
-    rows, values = segment.key_rows(), segment.values()
+    rows, values = segment.inputs.key_rows(slice(None)), segment.values()
     features = segment.key_features(rows)
     scaled = scaled_keys(features)
     unscaled = segment.inputs.map.unscaled
@@ -309,7 +309,7 @@ def _from_later(segment: Segment, rows: Rows, later: LinearState, grads: tuple[T
         g = rows.g * row_factors(offset, rows.sign)
         sums = LinearState(rows.features.values.mT @ g, largest)
     after, whole = running_states(sums, later, reverse=True, unscaled=unscaled)
-    key_rows = segment.key_rows()
+    key_rows = segment.inputs.key_rows(slice(None))
     features = segment.key_features(key_rows)
     offset = floor(after.log_scale)
     grad, grad_v = read_gradients(features, segment.values(), offset, after.sums, unscaled=unscaled)
