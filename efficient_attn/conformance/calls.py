@@ -215,10 +215,7 @@ def memory_grows_as_declared(subject: Subject, case: CheckCase) -> Iterator[Find
         yield Finding(f"{where}, bytes added by a doubling over the doubling before", least, most)
 
 
-@Check(
-    "Time grows no faster than declared, forward and in training.",
-    long=lambda seed: both(LONG),
-)
+@Check("Time grows no faster than declared, forward and in training.", long=lambda seed: both(LONG))
 def time_grows_as_declared(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     declared = subject.promises.time_growth
     shortest, *_, longest = _lengths(declared, case)

@@ -32,7 +32,6 @@ from efficient_attn.conformance.subject import (
     distance,
     gradients,
     largest,
-    plain_call,
     rounding,
     run,
 )
@@ -307,7 +306,7 @@ def _along(
     needs=("gradients",),
 )
 def frozen_inputs(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    inputs, backend, _, bounds = plain_call(subject, case)
+    inputs, backend, _, bounds = subject.plain_call(case)
     expected, bound = _required(backend, inputs, (True,) * 4), float(bounds.max())
     # The parameters, all together, are a fourth input that may be frozen.
     with_parameters = (False, True) if any(True for _ in backend.parameters()) else (False,)

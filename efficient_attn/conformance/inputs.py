@@ -32,7 +32,6 @@ from efficient_attn.conformance.subject import (
     agree,
     close,
     largest,
-    plain_call,
     results,
     rounding,
     run,
@@ -78,7 +77,7 @@ def empty_inputs_give_empty_outputs(subject: Subject, case: CheckCase) -> Iterat
 )
 @torch.no_grad()
 def layout_in_memory_does_not_matter(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    inputs, backend, _, bound = plain_call(subject, case)
+    inputs, backend, _, bound = subject.plain_call(case)
     plain = results(subject, backend, inputs)
     for where, layout in LAYOUTS.items():
         arranged = inputs.each(layout)
@@ -193,7 +192,7 @@ def a_nan_shows_where_it_is_read(subject: Subject, case: CheckCase) -> Iterator[
     long=lambda seed: (LONG, *joint(seed, 2100)[:2]),
 )
 def every_sequence_is_its_single_call(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    inputs, backend, out, bound = plain_call(subject, case)
+    inputs, backend, out, bound = subject.plain_call(case)
     for b in spread(case.batch):
         alone = inputs.each(itemgetter(slice(b, b + 1)))
         yield close(f"Sequence {b} alone", run(backend, alone), out[b : b + 1], bound[b : b + 1])
@@ -223,7 +222,7 @@ def _beside(inputs: Inputs, backend: Backend, axis: int, out: Tensor, bound: Ten
     long=lambda seed: (LONG, *joint(seed, 2100)[:2]),
 )
 def every_head_is_its_single_call(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    inputs, backend, out, bound = plain_call(subject, case)
+    inputs, backend, out, bound = subject.plain_call(case)
     single, state = subject.build(case.but(heads=1, kv_heads=1)), backend.state_dict()
     # Heads may have parameters of their own, or slopes of their positions.
     alike = all(x.shape == single.state_dict()[name].shape for name, x in state.items())
@@ -246,7 +245,7 @@ def every_head_is_its_single_call(subject: Subject, case: CheckCase) -> Iterator
     drawn=lambda seed: (*joint(seed, 3, 9), *joint(seed, 9, dtype="float32"), *WIDTHS, *LARGE),
 )
 def columns_of_values_are_computed_alone(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    inputs, backend, out, bound = plain_call(subject, case)
+    inputs, backend, out, bound = subject.plain_call(case)
     for column in spread(case.value_dim):
         alone = run(backend, inputs._replace(v=inputs.v[..., column : column + 1]))
         yield close(f"Column {column} of v alone", alone, out[..., column : column + 1], bound)

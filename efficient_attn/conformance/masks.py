@@ -33,7 +33,6 @@ from efficient_attn.conformance.subject import (
     gradients,
     largest,
     magnified,
-    plain_call,
     run,
     same_bits,
 )
@@ -95,7 +94,7 @@ def padding_contents_change_no_bit(subject: Subject, case: CheckCase) -> Iterato
     needs=MASK,
 )
 def padding_on_either_side_does_not_matter(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    inputs, backend, expected, bound = plain_call(subject, case, max_tokens=case.k_tokens + 1100)
+    inputs, backend, expected, bound = subject.plain_call(case, max_tokens=case.k_tokens + 1100)
     mask = torch.ones(case.batch, case.k_tokens, dtype=torch.bool)
     yield close("A mask of True", run(backend, inputs._replace(key_mask=mask)), expected, bound)
     # In one case whole tiles are masked, which have neither a largest score nor a sum.
@@ -207,7 +206,7 @@ def _borders(case: CheckCase) -> tuple[int, ...]:
     needs=("causal",),
 )
 def a_prefix_is_a_sequence_of_its_own(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    inputs, backend, expected, bound = plain_call(subject, case)
+    inputs, backend, expected, bound = subject.plain_call(case)
     for tokens in _borders(case):
         out = run(backend, inputs.part(slice(tokens)))
         yield close(f"The first {tokens} tokens", out, expected[:, :, :tokens], bound[:, :, :tokens])
@@ -224,7 +223,7 @@ def a_prefix_is_a_sequence_of_its_own(subject: Subject, case: CheckCase) -> Iter
 def a_query_alone_is_its_row(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     if not (case.causal or subject.promises.cross):
         return
-    inputs, backend, expected, bound = plain_call(subject, case)
+    inputs, backend, expected, bound = subject.plain_call(case)
     before, rows = case.k_tokens - case.tokens, [n for n in _borders(case) if n < case.tokens]
     for row in sorted({0, case.tokens - 1, *rows}):
         here = slice(row, row + 1)
@@ -250,7 +249,7 @@ def a_query_alone_is_its_row(subject: Subject, case: CheckCase) -> Iterator[Find
     unless=("needs_max_tokens",),
 )
 def masked_keys_leave_no_gap(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    inputs, backend, out, bound = plain_call(subject, case)
+    inputs, backend, out, bound = subject.plain_call(case)
     assert inputs.key_mask is not None
     for b, real in enumerate(inputs.key_mask):
         q, k, v = (x[b : b + 1] for x in inputs[:3])

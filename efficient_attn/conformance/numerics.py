@@ -42,7 +42,6 @@ from efficient_attn.conformance.subject import (
     gradients,
     largest,
     magnified,
-    plain_call,
     rounding,
     rounding_step,
     run,
@@ -143,7 +142,7 @@ def equals_softmax_attention(subject: Subject, case: CheckCase) -> Iterator[Find
     drawn=lambda seed: joint(seed, 9),
 )
 def scale_is_a_factor_on_the_scores(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    inputs, backend, expected, bound = plain_call(subject, case)
+    inputs, backend, expected, bound = subject.plain_call(case)
     if not takes_scale(backend):
         raise cannot_check("A plain callable declares no scale.")
     default = case.head_dim**-0.5
@@ -215,7 +214,7 @@ def half_precision_has_no_bias(subject: Subject, case: CheckCase) -> Iterator[Fi
 )
 @torch.inference_mode()
 def usual_sizes_are_no_exception(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    inputs, _, out, bound = plain_call(subject, case)
+    inputs, _, out, bound = subject.plain_call(case)
 
     def head_dim(times: int, power: float) -> Tensor:
         q, k, v = (x.repeat(1, 1, 1, times) for x in inputs[:3])

@@ -72,11 +72,7 @@ class CheckRecord:
 
 
 class BrokenPromiseError(AssertionError):
-    """Raised if a backend breaks a promise.
-
-    Attributes:
-        records: All records of the run.
-    """
+    """Raised if a backend breaks a promise, with all records of the run."""
 
     def __init__(self, records: list[CheckRecord]) -> None:
         self.records = records

@@ -30,7 +30,6 @@ from efficient_attn.conformance.subject import (
     agree,
     close,
     gradients,
-    plain_call,
     results,
     run,
     same_bits,
@@ -91,7 +90,7 @@ def global_settings_change_nothing(subject: Subject, case: CheckCase) -> Iterato
     drawn=lambda seed: joint(seed, 9, 70),
 )
 def modes_change_nothing(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    inputs, backend, _, bound = plain_call(subject, case)
+    inputs, backend, _, bound = subject.plain_call(case)
     expected, most = results(subject, backend, inputs), float(bound.max())
     # Torch itself joins no tensors of bfloat16 under autocast to float16.
     for dtype in (torch.bfloat16, torch.float16)[: 1 if case.dtype == "bfloat16" else 2]:
@@ -174,7 +173,7 @@ def _graphs(where: str, subject: Subject, backend: Backend, inputs: Inputs) -> I
     needs=("gradients",),
 )
 def layout_changes_no_gradient(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    inputs, backend, out, bounds = plain_call(subject, case)
+    inputs, backend, out, bounds = subject.plain_call(case)
     flowing = subject.inputs(case, variant=1).q.new_ones(out.shape).cumsum(-1).sin()
     bound = float(bounds.max())
 

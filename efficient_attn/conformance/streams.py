@@ -27,7 +27,6 @@ from efficient_attn.conformance.subject import (
     decode,
     extend,
     gradients,
-    plain_call,
     rounding,
     run,
     same_bits,
@@ -216,7 +215,7 @@ def any_number_of_sequences_go_on_from_a_state(subject: Subject, case: CheckCase
     needs=("streaming", "gradients"),
 )
 def gradients_pass_through_states(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    inputs, backend, _, bounds = plain_call(subject, case)
+    inputs, backend, _, bounds = subject.plain_call(case)
     # A gradient contains the square of the denominator, which magnifies rounding of both passes once more.
     bound = 2 * float((bounds * condition(backend, inputs)).max())
     parts = [case.tokens // 2, case.tokens - 1 - case.tokens // 2, 1]

@@ -29,6 +29,15 @@ SCALE = -0.7
 CALIBRATION_TOKENS, CALIBRATION_SEED = 32, 999_000
 
 
+class PlainCall(NamedTuple):
+    """A case as most checks begin: inputs, backend, output, and the bound on the rounding of each row."""
+
+    inputs: Inputs
+    backend: Backend
+    out: Tensor
+    bound: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """A backend and its promises.
@@ -120,6 +129,10 @@ class Subject:
         """Build the backend with another scale than the default, if its formula has a scale."""
         backend = self.build(case)
         return self.build(case, scale=SCALE * case.head_dim**-0.5) if takes_scale(backend) else backend
+
+    def plain_call(self, case: CheckCase, **options: Any) -> PlainCall:
+        inputs, backend = self.inputs(case), self.build(case, **options)
+        return PlainCall(inputs, backend, run(backend, inputs), rounding(backend, inputs, case.dtype))
 
     def has_option(self, name: str) -> bool:
         return any(field.name == name for field in fields(self.spec.options_type))
@@ -234,20 +247,6 @@ def exact(inputs: Inputs, *, scale: float, causal: bool, window: int | None = No
 def largest(x: Tensor) -> float:
     """Largest magnitude, 0 for an empty tensor, NaN if any entry is NaN."""
     return float(x.detach().double().abs().max()) if x.numel() else 0.0
-
-
-class PlainCall(NamedTuple):
-    """A case as most checks begin: inputs, backend, output, and the bound on the rounding of each row."""
-
-    inputs: Inputs
-    backend: Backend
-    out: Tensor
-    bound: Tensor
-
-
-def plain_call(subject: Subject, case: CheckCase, **options: Any) -> PlainCall:
-    inputs, backend = subject.inputs(case), subject.build(case, **options)
-    return PlainCall(inputs, backend, run(backend, inputs), rounding(backend, inputs, case.dtype))
 
 
 def gradients(

@@ -16,7 +16,6 @@ from efficient_attn.conformance.subject import (
     condition,
     exact,
     largest,
-    plain_call,
     rounding,
     run,
     same_bits,
@@ -57,7 +56,7 @@ def weights_of_a_row_sum_to_one(subject: Subject, case: CheckCase) -> Iterator[F
 
 @Check("The output is linear in the values.", cases=everywhere(1, 2, 7))
 def outputs_are_linear_in_the_values(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    inputs, backend, out, bound = plain_call(subject, case)
+    inputs, backend, out, bound = subject.plain_call(case)
     second = subject.inputs(case, variant=1).v
     mixed = run(backend, inputs._replace(v=3.0 * inputs.v - 2.0 * second))
     expected = 3.0 * out - 2.0 * run(backend, inputs._replace(v=second))
@@ -122,7 +121,7 @@ def a_window_reads_its_neighbourhood(subject: Subject, case: CheckCase) -> Itera
 def grouped_queries_are_repeated_heads(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     if not subject.grouped:
         raise cannot_check("Not declared: grouped queries.")
-    inputs, backend, out, bound = plain_call(subject, case)
+    inputs, backend, out, bound = subject.plain_call(case)
     group = case.heads // case.kv_heads
     k, v = (x.repeat_interleave(group, dim=1) for x in (inputs.k, inputs.v))
     yield close("Against repeated heads", out, run(backend, inputs._replace(k=k, v=v)), bound)

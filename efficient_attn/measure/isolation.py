@@ -199,7 +199,6 @@ class Measurer:
     Args:
         isolate: `reuse` keeps the child while it is healthy, `none` measures here.
         timeout_s: Time limit of a measurement, including construction.
-        limit_bytes, variables: As for `Process`.
 
     Attributes:
         inputs: Files of q, k, v by the `inputs` of a case. All other inputs are Gaussian draws.

@@ -11,15 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.alignment import (
-    MASKED,
-    Alignment,
-    aligned,
-    alignment,
-    alike,
-    bias_of,
-    padded_rows,
-)
+from efficient_attn.ops.alignment import MASKED, Alignment, aligned, alignment, alike, bias_of, padded_rows
 from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.paths import HELD, note_kernel, tuned_for_cpu
@@ -54,7 +46,6 @@ class Blocks(NamedTuple):
         queries: Numbers of the blocks of queries, [blocks].
         real: Number of blocks of keys up to the last real one, [batch 1 1].
         total: Number of all blocks of keys.
-        sums: Sums of all blocks, for a pattern that needs them.
     """
 
     queries: Tensor

@@ -172,8 +172,6 @@ class Members(NamedTuple):
         real: Keys that enter the sums, bool [batch·heads tokens].
         chosen: Cluster index of each key, among the clusters of all heads, [batch·heads tokens].
         top: Largest exponent of each cluster, to which weights refer, or −inf, [batch·heads·clusters].
-        queries: Moments of the queries.
-        step: Number of tokens at a time.
         scratch: Memory of the steps; None: each has memory of its own.
     """
 

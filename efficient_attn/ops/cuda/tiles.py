@@ -11,14 +11,11 @@ class Tile(NamedTuple):
     Attributes:
         tokens: Tokens per chunk of the forward pass.
         features: Features per block of a chunk.
-        warps: Warps of a program.
         grad_tokens: Tokens per chunk of the backward pass.
         query_features: Features per block of the gradients of queries.
         key_features: Features per block of the gradients of keys and values.
         key_stages: Blocks of features of these gradients that are loaded ahead.
-        grad_warps: Warps of a program of the backward pass.
         walk_features: Features per block of the walks over the states.
-        walk_warps: Warps of a program of the walks.
     """
 
     tokens: int

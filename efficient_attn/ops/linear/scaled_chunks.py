@@ -191,7 +191,6 @@ class Segment(NamedTuple):
     """Some queries and the keys at their positions, padded to whole chunks.
 
     Attributes:
-        inputs: The padded inputs.
         part: Positions of the queries among all queries.
         positions: Positions of the keys among all keys.
         size: Tokens per chunk.

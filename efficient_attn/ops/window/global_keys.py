@@ -43,7 +43,6 @@ class AgedKeys(NamedTuple):
         k: [batch kv_heads count head_dim], zero or arbitrary where absent.
         v: [batch kv_heads count value_dim].
         age: int64 [batch count]; ABSENT: no key.
-        at: As in `GlobalKeys`.
     """
 
     k: Tensor

@@ -26,7 +26,6 @@ class WindowState(NamedTuple):
     tokens as there are newer ones have left the window. The length of `key_mask` is that of the window.
 
     Attributes:
-        k, v, key_mask: The cache.
         first_k: [batch kv_heads count head_dim], arbitrary where not real.
         first_v: [batch kv_heads count value_dim].
         first_real: Whether the stream already has this global token, bool [batch count].
