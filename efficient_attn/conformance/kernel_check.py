@@ -167,12 +167,7 @@ def _results(call: Callable[[Inputs], Tensor], inputs: Inputs, gradient: Tensor 
 
 
 def _findings(
-    subject: CheckedKernel,
-    case: KernelCase,
-    precision: str,
-    device: str,
-    features: int,
-    names: set[str],
+    subject: CheckedKernel, case: KernelCase, precision: str, device: str, features: int, names: set[str]
 ) -> Iterator[tuple[str, float, str]]:
     """Verb, largest share of its bound, and a failure or "". Nothing if none of `names` is the kernel."""
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)

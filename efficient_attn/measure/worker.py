@@ -20,12 +20,7 @@ _MOST_CALLS, _MOST_CALLS_ON_CUDA = 1000, 200
 
 
 def measure(
-    case: Case,
-    *,
-    target: Any = None,
-    seconds: float = CALLS_S,
-    inputs: str | None = None,
-    keep: bool = False,
+    case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs: str | None = None, keep: bool = False
 ) -> Record:
     """Measure the time of calls for about `seconds`, the memory of one call, or its error on given inputs.
 

@@ -13,6 +13,7 @@ from efficient_attn.measure.memory import peak
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.window import operator, unfused
+from efficient_attn.ops.window.global_keys import WindowInputs
 
 BLOCK = 64
 # Padding of the second sequence, and holes in both.
@@ -122,7 +123,7 @@ def test_scores_beyond_float16_stay_finite(monkeypatch):
     # A GPU multiplies half precision as it is.
     monkeypatch.setattr("efficient_attn.ops.paths.UPCAST", set())
     q = torch.full((1, 1, 3, 4), 300.0, dtype=torch.float16)
-    assert unfused.unfused_window(q, q, q, None, 1, 1, 1.0).isfinite().all()
+    assert unfused.unfused_window(WindowInputs(q, q, q, None, 1, 1, 1.0)).isfinite().all()
 
 
 def test_the_shipped_decoder_needs_its_first_token():

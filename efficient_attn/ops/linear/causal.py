@@ -96,7 +96,7 @@ def causal_row_gradients(
     if inputs.k.shape[-2] > inputs.q.shape[-2]:
         past = _before_queries(inputs, past)
     if inputs.map.exponential and tuned_for_cpu(inputs.q):
-        return causal_exponential_gradients(inputs, past, grad_out, *outputs[:2], to_past=to_past)
+        return causal_exponential_gradients(inputs, past, grad_out, outputs, to_past=to_past)
     before = _past(inputs, 0) if past is None else past
     return causal_gradients(inputs, before, grad_out, outputs, to_past=to_past)
 

@@ -166,16 +166,10 @@ def _repair(
 
 
 def causal_exponential_gradients(
-    inputs: LinearInputs,
-    past: LinearState | None,
-    grad_out: Tensor,
-    out: Tensor,
-    logarithm: Tensor,
-    *,
-    to_past: bool,
+    inputs: LinearInputs, past: LinearState | None, grad_out: Tensor, outputs: Outputs, *, to_past: bool
 ) -> CausalGradients:
     """Gradients with respect to q, k, v and, if `to_past`, `past`, the state before the first query."""
-    rows = _Rows(inputs, grad_out, out, logarithm)
+    rows = _Rows(inputs, grad_out, outputs)
     grad_q, chunks = _query_gradients(rows, past)
     grad_k, grad_v, later = _key_gradients(rows, chunks)
     past_sums = torch.zeros_like(past.sums) if to_past and past is not None else None
@@ -189,19 +183,19 @@ def causal_exponential_gradients(
 class _Rows:
     """Query-side quantities of a chunk: g, δ and the normalised exponents."""
 
-    def __init__(self, inputs: LinearInputs, grad_out: Tensor, out: Tensor, logarithm: Tensor) -> None:
+    def __init__(self, inputs: LinearInputs, grad_out: Tensor, outputs: Outputs) -> None:
         self.inputs, self.kernel = inputs, ExpKernel(inputs)
-        self._results = grad_out, out, logarithm
+        self._grad_out, self._outputs = grad_out, outputs
         self.before = inputs.k.shape[-2] - inputs.q.shape[-2]
 
     def deltas(self, part: slice) -> tuple[Tensor, Tensor]:
         """g [flat_heads rows value_dim] and δ [flat_heads rows 1]."""
-        g, out = (self.inputs.flatten_heads(x, part) for x in self._results[:2])
+        g, out = (self.inputs.flatten_heads(x, part) for x in (self._grad_out, self._outputs.out))
         return g, (g * out).sum(dim=-1, keepdim=True)
 
     def exponents(self, part: slice) -> Tensor:
         """s_tf − L_t, [flat_heads rows features]."""
-        offset = self.inputs.flatten_heads(self._results[2], part).mul(-LOG2_E)
+        offset = self.inputs.flatten_heads(self._outputs.log_normaliser, part).mul(-LOG2_E)
         return self.kernel.query_exponents(self.inputs.flat_queries(part), offset)
 
     def positions(self, part: slice) -> slice:

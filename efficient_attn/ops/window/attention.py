@@ -13,8 +13,8 @@ from efficient_attn.ops.paths import dynamic
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.window import flex, varlen
-from efficient_attn.ops.window.global_keys import GlobalKeys, attend_one, tokens_at
-from efficient_attn.ops.window.operator import WindowInputs, fused_window, fused_window_backward
+from efficient_attn.ops.window.global_keys import GlobalKeys, WindowInputs, attend_one, tokens_at
+from efficient_attn.ops.window.operator import fused_window, fused_window_backward
 from efficient_attn.ops.window.slices import sliced_window, supports_slices
 from efficient_attn.ops.window.unfused import unfused_window
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
@@ -60,20 +60,22 @@ def window_attention(
         flexible = not (mapped or trained) and alike and flex.supports_window(q, k, v, kernel="window-global")
         fused = flex.flex_window if flexible else None
     if fused is None:
-        return unfused_window(q, k, v, key_mask, back, ahead, scale, first)
+        return unfused_window(WindowInputs(q, k, v, key_mask, back, ahead, scale, *(first or ())))
     if scale <= 0:
         q, scale = q * scale, 1.0
     k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
-    if first is not None:
-        return fused(q, k, v, key_mask, back, ahead, scale, first)
+    inputs = WindowInputs(q, k, v, key_mask, back, ahead, scale, *(first or ()))
     # Inside compiled code gradients have no derivatives, whatever the operators.
-    if not trained or fused is _tuned or torch.compiler.is_compiling():
-        return fused(q, k, v, key_mask, back, ahead, scale)
-    out = fused(*_Enter.apply(q, k, v), key_mask, back, ahead, scale)
-    return _Leave.apply(out, q, k, v, key_mask, back, ahead, scale)
+    if first is not None or not trained or fused is _tuned or torch.compiler.is_compiling():
+        return fused(inputs)
+    kernel_q, kernel_k, kernel_v = _Enter.apply(q, k, v)
+    out = fused(WindowInputs(kernel_q, kernel_k, kernel_v, *inputs[3:]))
+    return _Leave.apply(out, *inputs[:7])
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Callable[..., Tensor] | None:
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
+) -> Callable[[WindowInputs], Tensor] | None:
     """The fused attention that serves these tensors without global keys, or None."""
     if cpu_flash.available(q, k, v):
         return _tuned
@@ -82,27 +84,18 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Callable
     return flex.flex_window if flex.supports_window(q, k, v) else None
 
 
-def _tuned(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    back: int,
-    ahead: int,
-    scale: float,
-    first: GlobalKeys | None = None,
-) -> Tensor:
-    value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
+def _tuned(inputs: WindowInputs) -> Tensor:
+    value_dim, widest, first = inputs.v.shape[-1], max(inputs.q.shape[-1], inputs.v.shape[-1]), inputs.first
     # The kernel requires one width for all three; zero columns change no product.
-    q, k, v = (padded_rows(x, widest) for x in (q, k, v))
+    q, k, v = (padded_rows(x, widest) for x in inputs[:3])
     if first is None:
-        out, _ = fused_window(q, k, v, key_mask, back, ahead, scale)
+        out, _ = fused_window(q, k, v, *inputs[3:7])
     else:
         first_k, first_v = (padded_rows(x, widest) for x in first[:2])
         if first.at is not None:
             # Gradients of the keys include the gradients of these copies.
             first_k, first_v = first_k.detach(), first_v.detach()
-        out, _ = fused_window(q, k, v, key_mask, back, ahead, scale, first_k, first_v, first.far, first.at)
+        out, _ = fused_window(q, k, v, *inputs[3:7], first_k, first_v, first.far, first.at)
     return first_columns(out, value_dim)
 
 
@@ -163,7 +156,7 @@ def _differentiable(grad_out: Tensor, inputs: WindowInputs) -> list[Tensor | Non
         first = GlobalKeys(tokens_at(inputs.k, first.at), tokens_at(inputs.v, first.at), first.far)
     elif first is not None:
         tensors += first[:2]
-    out = unfused_window(*inputs[:7], first)
+    out = unfused_window(WindowInputs(*inputs[:7], *(first or ())))
     trained = [x for x in tensors if x.requires_grad]
     grads = iter(torch.autograd.grad(out, trained, grad_out, create_graph=True))
     return [next(grads) if x.requires_grad else None for x in tensors]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from efficient_attn.ops import paths
 from efficient_attn.ops.softmax import flex
-from efficient_attn.ops.window.global_keys import GlobalKeys
+from efficient_attn.ops.window.global_keys import WindowInputs
 from efficient_attn.ops.window.unfused import unfused_window
 
 _Blocks = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -27,23 +27,13 @@ def supports_window(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "window-fl
     return whole and flex.available(q, k, v, kernel=kernel)
 
 
-def flex_window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    back: int,
-    ahead: int,
-    scale: float,
-    first: GlobalKeys | None = None,
-) -> Tensor:
+def flex_window(inputs: WindowInputs) -> Tensor:
     """softmax(scale · q kᵀ) v over the keys i−back … i+ahead. Without a compiler, operators serve the call.
 
-    Args:
-        scale: Positive factor on the scores.
-        first: Global keys at the start of all sequences. Not supported with gradients or key masks.
+    The scale is positive. Global keys at the start of all sequences are read without gradients or key masks.
     """
-    count = 0 if first is None else first.k.shape[2]
+    q, k, v, key_mask, back, ahead, scale = inputs[:7]
+    count = 0 if inputs.first_k is None else inputs.first_k.shape[2]
     if torch.compiler.is_compiling():
         paths.note_kernel("flex")
         return _attention(q, k, v, key_mask, back, ahead, scale, count)
@@ -58,7 +48,7 @@ def flex_window(
         call = flex.compiled(_attention, q.device, q.dtype, *shape, *window)
         out = call(q, k, v, key_mask, *window)
     except flex.NotCompiledError:
-        return unfused_window(q, k, v, key_mask, back, ahead, scale, first)
+        return unfused_window(inputs)
     paths.note_kernel("flex")
     return out
 

@@ -36,6 +36,35 @@ class GlobalKeys(NamedTuple):
     at: Tensor | None = None
 
 
+class WindowInputs(NamedTuple):
+    """Inputs of window attention.
+
+    Attributes:
+        key_mask: bool [batch k_tokens], True for a real token; None: all real.
+        back, ahead: Number of keys before and after its position that a query reads.
+        first_k, first_v, far, at: `GlobalKeys`, or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    back: int
+    ahead: int
+    scale: float
+    first_k: Tensor | None = None
+    first_v: Tensor | None = None
+    far: Tensor | None = None
+    at: Tensor | None = None
+
+    @property
+    def first(self) -> GlobalKeys | None:
+        """The global keys."""
+        if self.first_k is None or self.first_v is None:
+            return None
+        return GlobalKeys(self.first_k, self.first_v, self.far, self.at)
+
+
 class AgedKeys(NamedTuple):
     """Global keys with their ages, the distances from the token after the last.
 
@@ -106,17 +135,9 @@ def attend_one(
     return fused_attention(q, keys, values, scale=scale, key_mask=visible, dropout=0.0, zeroed=True)
 
 
-def merge(
-    q: Tensor,
-    key_mask: Tensor | None,
-    first: GlobalKeys,
-    out: Tensor,
-    log_sum: Tensor,
-    back: int,
-    ahead: int,
-    scale: float,
-) -> None:
+def merge(inputs: WindowInputs, first: GlobalKeys, out: Tensor, log_sum: Tensor) -> None:
     """Add the global keys to the window's output and log-sum-exps, in float32 or better, in place."""
+    q, _, _, key_mask, back, ahead, scale = inputs[:7]
     rows, hidden = _rows(q, first)
     if key_mask is not None:
         # Rows whose window has no real key.
@@ -147,21 +168,15 @@ def _rows(q: Tensor, first: GlobalKeys) -> tuple[slice, Tensor | None]:
 
 
 def add_gradients(
-    grad_out: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    q: Tensor,
-    first: GlobalKeys,
-    scale: float,
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
+    q: Tensor, first: GlobalKeys, scale: float, results: tuple[Tensor, Tensor, Tensor], into: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Add gradients through global keys. Return the gradients of global keys outside of the call.
 
     Args:
-        out: Merged output; its log-sum-exps are `log_sum`.
+        results: Output gradient, merged output and its log-sum-exps.
+        into: Gradients of q, k and v.
     """
+    (grad_out, out, log_sum), (grad_q, grad_k, grad_v) = results, into
     rows, hidden = _rows(q, first)
     group = q.shape[1] // first.k.shape[1]
     first_k, first_v = (x.new_zeros(x.shape, dtype=grad_q.dtype) for x in (first.k, first.v))

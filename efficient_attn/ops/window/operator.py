@@ -14,7 +14,7 @@ from torch import Tensor
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, without_autocast
 from efficient_attn.ops.operators import check_one_device, operator
 from efficient_attn.ops.softmax import cpu_flash
-from efficient_attn.ops.window.global_keys import GlobalKeys, add_gradients, merge
+from efficient_attn.ops.window.global_keys import WindowInputs, add_gradients, merge
 
 # Queries per block, and blocks of all heads per kernel call. Larger blocks read more keys outside the window,
 # but their slices overlap less, so the backward pass adds up fewer gradients.
@@ -78,35 +78,6 @@ class WindowTile(NamedTuple):
                 target.unflatten(1, (self.blocks, self.rows)).add_(part)
 
 
-class WindowInputs(NamedTuple):
-    """Inputs of the operators.
-
-    Attributes:
-        key_mask: bool [batch k_tokens], True for a real token; None: all real.
-        back, ahead: Number of keys before and after its position that a query reads.
-        first_k, first_v, far, at: `GlobalKeys`, or None.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    key_mask: Tensor | None
-    back: int
-    ahead: int
-    scale: float
-    first_k: Tensor | None = None
-    first_v: Tensor | None = None
-    far: Tensor | None = None
-    at: Tensor | None = None
-
-    @property
-    def first(self) -> GlobalKeys | None:
-        """The global keys."""
-        if self.first_k is None or self.first_v is None:
-            return None
-        return GlobalKeys(self.first_k, self.first_v, self.far, self.at)
-
-
 # The fields of `WindowInputs`.
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? key_mask, int back, int ahead, float scale, "
@@ -136,7 +107,7 @@ def fused_window(*fields: Any) -> tuple[Tensor, Tensor]:
                 tile.queries(sums).copy_(logarithm)
                 del rows, logarithm
         if first is not None:
-            merge(q, key_mask, first, out, log_sum, back, ahead, scale)
+            merge(inputs._replace(back=back, ahead=ahead), first, out, log_sum)
     return out.to(q.dtype), log_sum
 
 
@@ -169,7 +140,7 @@ def fused_window_backward(grad_out: Tensor, out: Tensor, log_sum: Tensor, *field
             _add_gradients([*tensors], mask, back, ahead, scale)
         by_first = q.new_empty(0), q.new_empty(0)
         if first is not None:
-            by_first = add_gradients(grad_out, out, log_sum, q, first, scale, *sums)
+            by_first = add_gradients(q, first, scale, (grad_out, out, log_sum), sums)
     # One conversion at a time: in half precision all three exist in float32 until here.
     grads = sums.pop(0).to(q.dtype), sums.pop(0).to(k.dtype), sums.pop(0).to(v.dtype)
     return *grads, by_first[0].to(k.dtype), by_first[1].to(v.dtype)
@@ -226,13 +197,7 @@ def _group(x: Tensor, entry: int, group: int, groups: int) -> Tensor:
 
 
 def _steps(
-    queries: Tensor,
-    keys: Tensor,
-    mask: Tensor | None,
-    back: int,
-    ahead: int,
-    block: int,
-    blocks: int,
+    queries: Tensor, keys: Tensor, mask: Tensor | None, back: int, ahead: int, block: int, blocks: int
 ) -> Iterator[tuple[WindowTile, Tensor | None]]:
     """Tiles, each with its score bias, [rows keys] or [1 blocks rows keys]."""
     before = keys.shape[1] - queries.shape[1]

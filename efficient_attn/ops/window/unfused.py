@@ -9,7 +9,7 @@ from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.paths import parts, product_dtype, step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax.definition import softmax_over
-from efficient_attn.ops.window.global_keys import GlobalKeys
+from efficient_attn.ops.window.global_keys import WindowInputs
 
 # Queries that share one slice of keys; a block reads window + 63 keys.
 _BLOCK = 64
@@ -17,17 +17,9 @@ _BLOCK = 64
 _GROUP = 8
 
 
-def unfused_window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    back: int,
-    ahead: int,
-    scale: float,
-    first: GlobalKeys | None = None,
-) -> Tensor:
+def unfused_window(inputs: WindowInputs) -> Tensor:
     """softmax(scale · q kᵀ) v over the keys i−back … i+ahead and global keys, for the last q_tokens rows."""
+    (q, k, v, key_mask, back, ahead, scale), first = inputs[:7], inputs.first
     back, ahead = min(back, k.shape[-2]), min(ahead, k.shape[-2])
     tokens, before = q.shape[-2], k.shape[-2] - q.shape[-2]
     blocks = -(-tokens // _BLOCK)
@@ -68,24 +60,16 @@ def unfused_window(
     return torch.cat(outs, dim=2).flatten(2, 3)[:, :, :tokens].to(q.dtype)
 
 
-def _attend(
-    rows: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    real: Tensor,
-    band: Tensor,
-    first_k: Tensor | None = None,
-    first_v: Tensor | None = None,
-    far: Tensor | None = None,
-) -> Tensor:
+def _attend(rows: Tensor, keys: Tensor, values: Tensor, real: Tensor, band: Tensor, *first: Tensor) -> Tensor:
     """Attention of blocks [batch heads blocks block dim] to their slices [batch kv_heads blocks keys dim].
 
     Args:
-        first_k, first_v: Global keys and values [batch kv_heads 1 count dim].
-        far: Rows that read them, bool [batch blocks block count].
+        first: Global keys and values [batch kv_heads 1 count dim], and rows that read them, bool
+            [batch blocks block count]; or none.
     """
     visible = real[:, None, :, None, None, :] & band
-    if first_k is not None and first_v is not None and far is not None:
+    if first:
+        first_k, first_v, far = first
         # The global keys are the first columns of every slice.
         blocks = keys.shape[2]
         keys = torch.cat([first_k.expand(-1, -1, blocks, -1, -1), keys], dim=3)

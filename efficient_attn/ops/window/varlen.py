@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.paths import constant_result, note_kernel, only_torch
+from efficient_attn.ops.window.global_keys import WindowInputs
 
 _DTYPES = (torch.float16, torch.bfloat16)
 # The kernel reads vectors of a multiple of 8 numbers; its backward pass takes no more than 192 on every GPU.
@@ -43,14 +44,13 @@ def supports_varlen(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) ->
     )
 
 
-def varlen_window(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: None, back: int, ahead: int, scale: float
-) -> Tensor:
+def varlen_window(inputs: WindowInputs) -> Tensor:
     """softmax(scale · q kᵀ) v over the keys i−back … i+ahead. The queries are the last positions."""
     # Imported here, since the compiler traces an import but not the cache of `_function`.
     from torch.nn.attention.varlen import varlen_attn
 
     kernel: Callable[..., Any] = varlen_attn
+    q, k, v, key_mask, back, ahead, scale = inputs[:7]
     assert key_mask is None, "callers ask `supports_varlen` first"
     (batch, heads), value_dim = q.shape[:2], v.shape[-1]
     lengths, grouped = (q.shape[2], k.shape[2]), heads != k.shape[1]
