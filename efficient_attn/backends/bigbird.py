@@ -22,8 +22,6 @@ _PRIME = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class BigBirdOptions:
-    """Options of `bigbird`."""
-
     block: int = option(64, "Number of tokens in a block.")
     window: int = option(3, "Number of near blocks, its own included: odd and centred; causal: the last.")
     global_blocks: int = option(1, "Number of first blocks that all queries read; not causal, they read all.")

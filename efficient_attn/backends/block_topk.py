@@ -31,8 +31,6 @@ _QUERIES = 32
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTopKOptions:
-    """Options of `block-topk`."""
-
     block: int = option(64, "Number of tokens in a block, of queries and of keys.")
     blocks: int = option(8, "Number of chosen blocks; causal: besides its own, the one before and the first.")
 

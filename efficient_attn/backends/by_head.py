@@ -21,8 +21,6 @@ _numbers = partial(numbers_in_ranges, what="Key/value heads")
 
 @dataclass(frozen=True, kw_only=True)
 class ByHeadOptions:
-    """Options of `by-head`."""
-
     heads: Any = option(  # noqa: RUF009 (constant)
         None, "Backend by key/value head, from 0: {'0,2': ('window', {'window': 513}), '3-5': 'window'}."
     )

@@ -17,8 +17,6 @@ from efficient_attn.registry import Capabilities, register
 
 @dataclass(frozen=True, kw_only=True)
 class ExactOptions:
-    """Options of `exact`."""
-
     dropout: float = option(0.0, "Dropout probability of the attention weights in training.")
     compute_dtype: str | None = compute_dtype_option()
 
@@ -29,8 +27,6 @@ class ExactOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseOptions:
-    """Options of `exact-dense`."""
-
     dropout: float = option(0.0, "Dropout probability of the attention weights in training.")
 
     def __post_init__(self) -> None:

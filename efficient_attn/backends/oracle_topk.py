@@ -24,8 +24,6 @@ _TIE = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class OracleTopKOptions:
-    """Options of `oracle-topk`."""
-
     keys: int = option(64, "Number of keys per query, of the largest scores; more where weights tie.")
 
     def __post_init__(self) -> None:

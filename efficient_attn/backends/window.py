@@ -27,8 +27,6 @@ from efficient_attn.registry import Capabilities, register
 
 @dataclass(frozen=True, kw_only=True)
 class WindowOptions:
-    """Options of `window`."""
-
     window: int = option(
         257, "Number of keys per query, itself included: odd and centred; if causal, the last keys."
     )

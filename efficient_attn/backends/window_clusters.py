@@ -17,8 +17,6 @@ from efficient_attn.registry import Capabilities, register
 
 @dataclass(frozen=True, kw_only=True)
 class WindowClustersOptions:
-    """Options of `window-clusters`."""
-
     clusters: int = option(64, "Number of cluster summaries per query, for all keys outside its window.")
     window: int = option(
         64, "Number of near keys per query, a multiple of 4; blocks of window/2 queries share them."

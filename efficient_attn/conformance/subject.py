@@ -178,7 +178,6 @@ def calibrate(backend: Backend, case: CheckCase, seed: int) -> Backend:
 
 
 def run(backend: Backend, inputs: Inputs) -> Tensor:
-    """The output for these inputs."""
     q, k, v, key_mask = inputs
     return backend(q, k, v) if key_mask is None else backend(q, k, v, key_mask=key_mask)
 

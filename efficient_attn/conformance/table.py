@@ -109,7 +109,6 @@ def _order_matters(subject: Subject) -> bool:
 
 
 def record_of(entry: Check, subject: Subject) -> CheckRecord:
-    """Run one check of a backend."""
     start = time.perf_counter()
     name, check = subject.spec.name, entry.body.__name__
     record = CheckRecord(backend=name, check=check, promise=entry.promise, outcome=KEPT)

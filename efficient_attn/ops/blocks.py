@@ -216,7 +216,6 @@ def _flex_attention(
 def _attend(
     inputs: Alignment, pattern: Pattern, scale: float, masked: bool, sums: Sums | None, read: Tensor | None
 ) -> Tensor:
-    """Outputs of the queries."""
     ((q, span),), size, value_dim = inputs.runs(), pattern.block, inputs.v.shape[3]
     k, v, real = inputs.k, inputs.v, inputs.real if masked else None
     # The fused kernel requires one width.

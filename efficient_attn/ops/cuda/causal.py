@@ -31,11 +31,11 @@ class States(NamedTuple):
     Attributes:
         segments: Sums [flat_heads segments+1 features value_dim], and sums of ones and the references, both
             [flat_heads segments+1 features]; float32.
-        slots: The same for chunks, [flat_heads slots …], with sums in the dtype of operands.
+        slots: The same for chunks, [flat_heads slots …], by name, with sums in the dtype of operands.
     """
 
     segments: tuple[Tensor, Tensor, Tensor]
-    slots: tuple[Tensor, Tensor, Tensor]
+    slots: dict[str, Tensor]
 
 
 class KernelCall:
@@ -100,6 +100,7 @@ class KernelCall:
         return {
             **{"w": self.directions, "bias": self.bias, "q": q, "k": k, "v": v},
             **{"key_offsets": self.key_offsets, **_strides(q=q, k=k, v=v)},
+            **{"query_factor": self.factors[0], "factor": self.factors[1]},
         }
 
 
@@ -113,11 +114,8 @@ def forward(
     states = _key_states(call, past)
     slots = call.chunks - call.first
     flags = call.new(call.batch * call.heads * slots, dtype=torch.int32)
-    query_factor, factor, *_ = call.factors
-    sums, ones, references = states.slots
     arguments = call.rows | call.positions | call.sizes | {"FEATURES": call.block(tile.features)}
-    arguments |= {"sums": sums, "ones": ones, "references": references, "flags": flags, "weak": WEAK}
-    arguments |= {"query_factor": query_factor, "factor": factor}
+    arguments |= states.slots | {"flags": flags, "weak": WEAK}
     arguments |= {"out": outputs.out, "logarithms": outputs.log_normaliser}
     arguments |= {"negative": outputs.negative.view(torch.int8)}
     grid = (slots, call.batch * call.heads)
@@ -145,25 +143,22 @@ def backward(
     sizes = {"VALUE_DIM": call.value_dim, "VALUE_PADDED": _padded(call.value_dim), "TOKENS": 64}
     grid = triton.cdiv(rows, 64), flat_heads
     delta_kernel[grid](*tensors, rows, call.heads, g.stride()[:3], **sizes, num_warps=4)
-    query_factor, factor, *_ = call.factors
     arguments = call.rows | _strides(g=g) | call.positions | call.sizes
     arguments |= {"g": g, "offsets": offsets, "deltas": deltas, "limit": LIMIT}
-    arguments |= {"query_factor": query_factor, "factor": factor}
     grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
-    sums, ones, references = _key_states(call, past).slots
+    key_states = _key_states(call, past).slots
     slots = call.chunks - call.first
-    by_query = arguments | {"sums": sums, "ones": ones, "references": references, "grad_q": grad_q}
+    by_query = arguments | key_states | {"grad_q": grad_q}
     by_query |= {"flags": call.new(flat_heads * slots, dtype=torch.int32), "root": inputs.query_factor}
     by_query["FEATURES"] = call.block(tile.query_features)
     query_kernel[(slots, flat_heads)](**by_query, num_warps=tile.grad_warps, num_stages=2)
     query_repair_kernel[(slots, flat_heads)](**by_query, num_warps=call.repair_warps, num_stages=1)
     # Freed for the states of queries, which are as large.
-    del by_query, sums, ones, references
+    del by_query, key_states
 
     states = _query_states(call, g, offsets, deltas)
-    sums, ones, references = states.slots
-    by_key = arguments | {"sums": sums, "ones": ones, "references": references}
+    by_key = arguments | states.slots
     by_key |= {"grad_k": grad_k, "grad_v": grad_v, "slots": slots + 1}
     by_key["FEATURES"] = call.block(tile.key_features)
     by_key |= {"root": math.sqrt(abs(inputs.scale)), "scale": abs(inputs.scale)}
@@ -205,7 +200,7 @@ def _states(call: KernelCall, arguments: dict[str, Any], steps: int, past: Linea
     segments, flat_heads = triton.cdiv(steps, per_segment), call.batch * call.kv_heads
     features, value_dim = call.features, call.value_dim
     slots = call.chunks - call.first + int(arguments["QUERIES"])
-    alone, *stored = (
+    alone, scanned, of_chunks = (
         (
             call.new(flat_heads, number, features, value_dim, dtype=dtype),
             call.new(flat_heads, number, features),
@@ -213,28 +208,26 @@ def _states(call: KernelCall, arguments: dict[str, Any], steps: int, past: Linea
         )
         for number, dtype in (*[(segments + 1, torch.float32)] * 2, (slots, call.dtype))
     )
-    states = States(*stored)
+    names = ("sums", "ones", "references")
+    states = States(scanned, dict(zip(names, of_chunks, strict=True)))
     if past is not None:
         sums, references = past.sums.flatten(0, 1), past.log_scale.flatten(0, 2)
         first = (sums[..., :-1], sums[..., -1], references * LOG2_E)
         for whole, values in zip(alone, first, strict=True):
             whole[:, 0] = values
     positions = call.positions | {"slots": slots, "per_segment": per_segment}
-    arguments = call.sizes | positions | arguments
-    names = ("sums", "ones", "references")
-    arguments |= dict(zip(names, states.slots, strict=True))
-    each, scanned = (
-        {f"segment_{name}": x for name, x in zip(names, tensors, strict=True)}
-        for tensors in (alone, states.segments)
+    arguments = call.sizes | positions | arguments | states.slots
+    by_themselves, in_sequence = (
+        {f"segment_{name}": x for name, x in zip(names, tensors, strict=True)} for tensors in (alone, scanned)
     )
     arguments["FEATURES"] = call.block(call.tile.walk_features)
     options = {"num_warps": call.tile.walk_warps, "num_stages": 2}
     grid = (features // arguments["FEATURES"], segments, flat_heads)
-    walk_kernel[grid](w=call.directions, **arguments, **each, WRITE=False, **options)
+    walk_kernel[grid](w=call.directions, **arguments, **by_themselves, WRITE=False, **options)
     sizes = {"DIM": value_dim, "PADDED": _padded(value_dim), "FEATURES": 16, "HAS_PAST": past is not None}
     scan = scan_kernel[(features // 16, flat_heads)]
-    scan(*alone, *states.segments, segments, features, **sizes, num_warps=4)
-    walk_kernel[grid](w=call.directions, **arguments, **scanned, WRITE=True, **options)
+    scan(*alone, *scanned, segments, features, **sizes, num_warps=4)
+    walk_kernel[grid](w=call.directions, **arguments, **in_sequence, WRITE=True, **options)
     return states
 
 

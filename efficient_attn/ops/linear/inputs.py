@@ -81,7 +81,6 @@ class LinearInputs(NamedTuple):
 
     @property
     def num_features(self) -> int:
-        """Number of features."""
         rows = 0 if self.directions is None else self.directions.shape[-2]
         return self.map.num_features(rows, self.k.shape[-1])
 
@@ -200,7 +199,6 @@ class LinearInputs(NamedTuple):
         return None if self.directions is None else self.directions.to(rows.dtype)
 
     def mask(self, part: slice) -> Tensor | None:
-        """Key mask of some positions."""
         return None if self.key_mask is None else self.key_mask[:, part]
 
 

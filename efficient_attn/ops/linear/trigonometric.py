@@ -100,7 +100,6 @@ def trigonometric_attention(inputs: LinearInputs) -> tuple[Outputs, LinearState]
 
 
 def _state(kernel: TrigKernel) -> LinearState:
-    """The state of all keys."""
     inputs = kernel.inputs
     scales = torch.cat([kernel.log_scales(part) for part in parts(inputs.k.shape[-2], CHUNK)], dim=-2)
     reference = scales.amax(dim=-2, keepdim=True)

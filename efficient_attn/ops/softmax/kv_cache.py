@@ -54,7 +54,6 @@ def mask_of(state: KVCache) -> Tensor | None:
 
 
 def summarise_tokens(k: Tensor, v: Tensor, key_mask: Tensor | None) -> KVCache:
-    """The cache of some tokens."""
     if key_mask is None:
         true = torch.ones((), dtype=torch.bool, device=k.device)
         return KVCache(k, v, true.as_strided((k.shape[0], k.shape[2]), (0, 0)))

@@ -59,7 +59,6 @@ class WindowInputs(NamedTuple):
 
     @property
     def first(self) -> GlobalKeys | None:
-        """The global keys."""
         if self.first_k is None or self.first_v is None:
             return None
         return GlobalKeys(self.first_k, self.first_v, self.far, self.at)

@@ -34,7 +34,6 @@ def _function() -> Callable[..., Tensor] | None:
 
 
 def supports_varlen(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
-    """Whether the kernel serves these tensors."""
     return (
         key_mask is None
         and _serves(q.device, q.dtype)
