@@ -54,6 +54,33 @@ class BlockCache(NamedTuple):
     read: Tensor
 
 
+def operations(problem: AttentionProblem, options: BlockTopKOptions, tokens: int, value_dim: int) -> MatMuls:
+    """Products of mean queries with mean keys, and of every query with the keys of its blocks."""
+    size, total, pairs = options.block, -(-tokens // options.block), 0
+    for number in range(total):
+        rows = min(size, tokens - number * size)
+        if problem.causal:
+            pairs += rows * min(options.blocks + 2, number) * size + rows * (rows + 1) // 2
+        else:
+            pairs += rows * min((options.blocks + 1) * size, tokens)
+    choice = MatMul(total * total * problem.head_dim, gradients=0)
+    return (choice, *softmax_matmuls(pairs, problem.head_dim, value_dim))
+
+
+@register(
+    "block-topk",
+    summary="Softmax over the key blocks with the largest scores of a mean query, and nearby blocks.",
+    formula="softmax over the keys of N(b): causal, the blocks b, b − 1, the first one and the largest "
+    "q̄_(b−1)·k̄_c; otherwise block b and the largest q̄_b·k̄_c",
+    paper="https://arxiv.org/abs/2406.10774",
+    options=BlockTopKOptions,
+    size_option="block",
+    capabilities=Capabilities(
+        causal=True, cross=False, second_derivatives=True, needs_all_queries=True, time_growth=2
+    ),
+    operations=operations,
+    compared=False,
+)
 class BlockTopK(nn.Module):
     """Attention to the blocks whose mean key has the largest product with a mean query."""
 
@@ -129,34 +156,3 @@ class BlockTopK(nn.Module):
             chosen.append(best.indices.masked_fill(best.values == -torch.inf, none))
         read = torch.cat(chosen, dim=2)
         return torch.cat([always.expand(*read.shape[:3], -1), read], dim=3)
-
-
-def operations(problem: AttentionProblem, options: BlockTopKOptions, tokens: int, value_dim: int) -> MatMuls:
-    """Products of mean queries with mean keys, and of every query with the keys of its blocks."""
-    size, total, pairs = options.block, -(-tokens // options.block), 0
-    for number in range(total):
-        rows = min(size, tokens - number * size)
-        if problem.causal:
-            pairs += rows * min(options.blocks + 2, number) * size + rows * (rows + 1) // 2
-        else:
-            pairs += rows * min((options.blocks + 1) * size, tokens)
-    choice = MatMul(total * total * problem.head_dim, gradients=0)
-    return (choice, *softmax_matmuls(pairs, problem.head_dim, value_dim))
-
-
-@register(
-    "block-topk",
-    summary="Softmax over the key blocks with the largest scores of a mean query, and nearby blocks.",
-    formula="softmax over the keys of N(b): causal, the blocks b, b − 1, the first one and the largest "
-    "q̄_(b−1)·k̄_c; otherwise block b and the largest q̄_b·k̄_c",
-    paper="https://arxiv.org/abs/2406.10774",
-    options=BlockTopKOptions,
-    size_option="block",
-    capabilities=Capabilities(
-        causal=True, cross=False, second_derivatives=True, needs_all_queries=True, time_growth=2
-    ),
-    operations=operations,
-    compared=False,
-)
-def build(problem: AttentionProblem, options: BlockTopKOptions) -> BlockTopK:
-    return BlockTopK(problem, options)

@@ -30,6 +30,22 @@ class OracleTopKOptions:
         positive_count("keys", self.keys)
 
 
+def operations(problem: AttentionProblem, options: OracleTopKOptions, tokens: int, value_dim: int) -> MatMuls:
+    """Products of every query with every key, as for `exact-dense`."""
+    return dense_operations(problem, DenseOptions(), tokens, value_dim)
+
+
+@register(
+    "oracle-topk",
+    summary="Exact softmax over the keys with the largest scores: a reference, never faster.",
+    formula="out_i = Σ_{j ∈ T(i)} softmax_j(s q_i·k_j) v_j, T(i) the keys of the `keys` largest scores",
+    paper="https://arxiv.org/abs/2106.06899",
+    options=OracleTopKOptions,
+    size_option="keys",
+    capabilities=Capabilities(causal=True, second_derivatives=True, time_growth=2, memory_growth=2),
+    operations=operations,
+    compared=False,
+)
 class OracleTopK(nn.Module):
     """Attention to the keys of the largest weights."""
 
@@ -71,23 +87,3 @@ class OracleTopK(nn.Module):
 def _wide(x: Tensor) -> Tensor:
     """`x` in float64 where the device has it, so that rounding does not decide which key is the last."""
     return upcast(x) if x.device.type in WITHOUT_FLOAT64 else x.double()
-
-
-def operations(problem: AttentionProblem, options: OracleTopKOptions, tokens: int, value_dim: int) -> MatMuls:
-    """Products of every query with every key, as for `exact-dense`."""
-    return dense_operations(problem, DenseOptions(), tokens, value_dim)
-
-
-@register(
-    "oracle-topk",
-    summary="Exact softmax over the keys with the largest scores: a reference, never faster.",
-    formula="out_i = Σ_{j ∈ T(i)} softmax_j(s q_i·k_j) v_j, T(i) the keys of the `keys` largest scores",
-    paper="https://arxiv.org/abs/2106.06899",
-    options=OracleTopKOptions,
-    size_option="keys",
-    capabilities=Capabilities(causal=True, second_derivatives=True, time_growth=2, memory_growth=2),
-    operations=operations,
-    compared=False,
-)
-def build(problem: AttentionProblem, options: OracleTopKOptions) -> OracleTopK:
-    return OracleTopK(problem, options)

@@ -39,34 +39,6 @@ class WindowClustersOptions:
         return self.window // 2
 
 
-class WindowClusters(nn.Module):
-    """Attention to near keys and to clusters of far keys, computed for every input."""
-
-    def __init__(self, problem: AttentionProblem, options: WindowClustersOptions) -> None:
-        super().__init__()
-        self._sizes: dict[str, Any] = {
-            "scale": problem.factor,
-            "block": options.block,
-            "clusters": options.clusters,
-        }
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        positions: list[range] | None = None,
-        total: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
-        return window_clusters(q, k, v, key_mask=key_mask, positions=positions, total=total, **self._sizes)
-
-    def keys_read(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor) -> Tensor:
-        """Keys of the slices, bool [batch 1 rows k_tokens]."""
-        tokens = k.shape[2]
-        return near_keys(self._sizes["block"], aligned(rows, tokens, key_mask), tokens, key_mask)[:, None]
-
-
 def operations(
     problem: AttentionProblem, options: WindowClustersOptions, tokens: int, value_dim: int
 ) -> MatMuls:
@@ -94,5 +66,29 @@ def operations(
     capabilities=Capabilities(causal=False, cross=False, sharded="clusters"),
     operations=operations,
 )
-def build(problem: AttentionProblem, options: WindowClustersOptions) -> WindowClusters:
-    return WindowClusters(problem, options)
+class WindowClusters(nn.Module):
+    """Attention to near keys and to clusters of far keys, computed for every input."""
+
+    def __init__(self, problem: AttentionProblem, options: WindowClustersOptions) -> None:
+        super().__init__()
+        self._sizes: dict[str, Any] = {
+            "scale": problem.factor,
+            "block": options.block,
+            "clusters": options.clusters,
+        }
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        positions: list[range] | None = None,
+        total: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        return window_clusters(q, k, v, key_mask=key_mask, positions=positions, total=total, **self._sizes)
+
+    def keys_read(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor) -> Tensor:
+        """Keys of the slices, bool [batch 1 rows k_tokens]."""
+        tokens = k.shape[2]
+        return near_keys(self._sizes["block"], aligned(rows, tokens, key_mask), tokens, key_mask)[:, None]

@@ -207,9 +207,7 @@ FAULTS = {
         "negative, beyond 128 keys": at.scaled(
             lambda core, k: -1 if core.problem.factor < 0 and k.shape[2] > 128 else 1
         ),
-        "negative, 64 entries": at.scaled(
-            lambda core, q: -1 if core.problem.factor < 0 and q.shape[3] == 64 else 1
-        ),
+        "negative, 64": at.scaled(lambda core, q: -1 if core.problem.factor < 0 and q.shape[3] == 64 else 1),
         "64": at.scaled(lambda core, q: 1.0 if core.problem.scale else (max(q.shape[3], 64) / 64) ** 0.5),
         "long keys": at.keys(
             lambda k: k * (30 / k.norm(dim=-1, keepdim=True).clamp_min(1e-9)).clamp_max(1.0)
