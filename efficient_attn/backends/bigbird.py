@@ -41,11 +41,42 @@ class BigBirdOptions:
         return self.window + self.global_blocks + self.random_blocks
 
 
+def operations(problem: AttentionProblem, options: BigBirdOptions, tokens: int, value_dim: int) -> MatMuls:
+    """Products of every query with the keys of its blocks. Random blocks count as full."""
+    size, total, pairs = options.block, -(-tokens // options.block), 0
+    for number in range(total):
+        rows = min(size, tokens - number * size)
+        if problem.causal:
+            pairs += rows * (min(options.most - 1, number) * size) + rows * (rows + 1) // 2
+        elif number < options.global_blocks:
+            pairs += rows * tokens
+        else:
+            pairs += rows * min(options.most * size, tokens)
+    return softmax_matmuls(pairs, problem.head_dim, value_dim)
+
+
+@register(
+    "bigbird",
+    summary="Softmax over a window, the first and a few random blocks of keys.",
+    formula="softmax over the keys of N(b): blocks around block b, the first blocks and random ones; "
+    "without causality the queries of the first blocks read all keys",
+    paper="https://arxiv.org/abs/2007.14062",
+    options=BigBirdOptions,
+    size_option="block",
+    capabilities=Capabilities(causal=True, cross=False, second_derivatives=True),
+    operations=operations,
+    compared=False,
+)
 class BigBird(nn.Module):
     """Attention to the blocks of a window, the first blocks and random blocks, the same in all heads."""
 
     def __init__(self, problem: AttentionProblem, options: BigBirdOptions) -> None:
         super().__init__()
+        if not problem.causal and options.window % 2 == 0:
+            raise OptionError(
+                f"window={options.window} has no middle; a window that is not causal is odd: "
+                f"{options.window - 1} or {options.window + 1}."
+            )
         self._scale, self._options, self._seed = problem.factor, options, options.seed
         readers = 0 if problem.causal else options.global_blocks
         self.pattern = Pattern(options.block, readers, self._choose, problem.causal)
@@ -119,38 +150,3 @@ def _mixed(x: Any) -> Any:
         square = x * x % _PRIME
         x = x * (square * square % _PRIME) % _PRIME
     return x
-
-
-def operations(problem: AttentionProblem, options: BigBirdOptions, tokens: int, value_dim: int) -> MatMuls:
-    """Products of every query with the keys of its blocks. Random blocks count as full."""
-    size, total, pairs = options.block, -(-tokens // options.block), 0
-    for number in range(total):
-        rows = min(size, tokens - number * size)
-        if problem.causal:
-            pairs += rows * (min(options.most - 1, number) * size) + rows * (rows + 1) // 2
-        elif number < options.global_blocks:
-            pairs += rows * tokens
-        else:
-            pairs += rows * min(options.most * size, tokens)
-    return softmax_matmuls(pairs, problem.head_dim, value_dim)
-
-
-@register(
-    "bigbird",
-    summary="Softmax over a window, the first and a few random blocks of keys.",
-    formula="softmax over the keys of N(b): blocks around block b, the first blocks and random ones; "
-    "without causality the queries of the first blocks read all keys",
-    paper="https://arxiv.org/abs/2007.14062",
-    options=BigBirdOptions,
-    size_option="block",
-    capabilities=Capabilities(causal=True, cross=False, second_derivatives=True),
-    operations=operations,
-    compared=False,
-)
-def build(problem: AttentionProblem, options: BigBirdOptions) -> BigBird:
-    if not problem.causal and options.window % 2 == 0:
-        raise OptionError(
-            f"window={options.window} has no middle; a window that is not causal is odd: "
-            f"{options.window - 1} or {options.window + 1}."
-        )
-    return BigBird(problem, options)

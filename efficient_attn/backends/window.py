@@ -46,11 +46,37 @@ class WindowOptions:
         return (self.window - 1, 0) if causal else (half, half)
 
 
+def operations(problem: AttentionProblem, options: WindowOptions, tokens: int, value_dim: int) -> MatMuls:
+    """Products of every query with the existing keys of its window and the global keys outside it."""
+    back, ahead = options.sides(causal=problem.causal)
+    pairs = visible_pairs(tokens, back=back, ahead=ahead)
+    for at in range(min(options.global_tokens, tokens)):
+        pairs += max(tokens - 1 - back - at, 0) + (0 if problem.causal else max(at - ahead, 0))
+    return softmax_matmuls(pairs, problem.head_dim, value_dim)
+
+
+@register(
+    "window",
+    summary="Softmax over a window of neighbouring keys, exact within the window.",
+    formula="out_i = Σ_{j ∈ N(i)} softmax_j(s q_i·k_j) v_j, "
+    "N(i) the `window` keys around i (causal: up to i) and the global ones",
+    paper="https://arxiv.org/abs/1706.03762",
+    options=WindowOptions,
+    size_option="window",
+    capabilities=Capabilities(causal=True, cross=False, second_derivatives=True, sharded="neighbours"),
+    operations=operations,
+    also=({"global_tokens": 4},),
+)
 class WindowAttention(nn.Module):
     """Attention to the window of each query, and to the global tokens."""
 
     def __init__(self, problem: AttentionProblem, options: WindowOptions) -> None:
         super().__init__()
+        if not problem.causal and options.window % 2 == 0:
+            raise OptionError(
+                f"window={options.window} has no middle; a window that is not causal is odd: "
+                f"{options.window - 1} or {options.window + 1}."
+            )
         self._scale, self._causal, self._count = problem.factor, problem.causal, options.global_tokens
         self._back, self._ahead = options.sides(causal=problem.causal)
         self._sides = {"scale": problem.factor, "back": self._back, "ahead": self._ahead}
@@ -107,33 +133,3 @@ class WindowAttention(nn.Module):
             return self(q, k, v, mask), after
         out = attend_in(self._dtype, window_attention, q, k, v, key_mask=mask, first=first, **self._sides)
         return out, after
-
-
-def operations(problem: AttentionProblem, options: WindowOptions, tokens: int, value_dim: int) -> MatMuls:
-    """Products of every query with the existing keys of its window and the global keys outside it."""
-    back, ahead = options.sides(causal=problem.causal)
-    pairs = visible_pairs(tokens, back=back, ahead=ahead)
-    for at in range(min(options.global_tokens, tokens)):
-        pairs += max(tokens - 1 - back - at, 0) + (0 if problem.causal else max(at - ahead, 0))
-    return softmax_matmuls(pairs, problem.head_dim, value_dim)
-
-
-@register(
-    "window",
-    summary="Softmax over a window of neighbouring keys, exact within the window.",
-    formula="out_i = Σ_{j ∈ N(i)} softmax_j(s q_i·k_j) v_j, "
-    "N(i) the `window` keys around i (causal: up to i) and the global ones",
-    paper="https://arxiv.org/abs/1706.03762",
-    options=WindowOptions,
-    size_option="window",
-    capabilities=Capabilities(causal=True, cross=False, second_derivatives=True, sharded="neighbours"),
-    operations=operations,
-    also=({"global_tokens": 4},),
-)
-def build(problem: AttentionProblem, options: WindowOptions) -> WindowAttention:
-    if not problem.causal and options.window % 2 == 0:
-        raise OptionError(
-            f"window={options.window} has no middle; a window that is not causal is odd: "
-            f"{options.window - 1} or {options.window + 1}."
-        )
-    return WindowAttention(problem, options)
