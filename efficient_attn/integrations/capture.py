@@ -90,11 +90,7 @@ class Capturing(SiteMode):
         self.causal[site], self._scales[site] = shown.causal, float(call.factor)
 
     def captured(self, sites: Mapping[int, str] | None = None) -> Captured:
-        """Activations with a layer number for each site.
-
-        Args:
-            sites: Numbers and names of the sites to keep; None: all, in the order of calls.
-        """
+        """Activations of sites by these numbers, or of all in the order of calls."""
         names = {str(site): site for site in self.sites}
         numbered = dict(enumerate(names)) if sites is None else sites
         if not names or not names.keys() >= set(numbered.values()):

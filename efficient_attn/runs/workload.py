@@ -45,8 +45,7 @@ class Workload:
 def settle(workload: Workload, *, timed: bool = True) -> Workload:
     """The workload with device, dtype and threads chosen, checked against this machine.
 
-    Args:
-        timed: Whether other processes take cores from the threads. Errors have equal threads at any load.
+    Other processes take cores from the threads of timed calls. Errors have equal threads at any load.
     """
     # Help texts are shown without torch.
     import torch

@@ -76,8 +76,7 @@ def compare_runs(
 ) -> RunComparison:
     """Compare cases present in both runs.
 
-    Args:
-        thresholds: Smallest relative change that matters, by quantity or by kind of record.
+    Thresholds are the smallest relative changes that matter, by quantity or by kind of record.
     """
     before, after = _by_case(old), _by_case(new)
     name = namer([_case(side) for side in (*before.values(), *after.values())])

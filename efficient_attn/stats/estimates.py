@@ -157,10 +157,8 @@ def on_device(record: Record) -> Record:
 def time_ratio(record: Record, baseline: Record, *, between_runs: bool = False) -> Typical:
     """Speed-up over a baseline: median ratio of times over common rounds.
 
-    Effects on both times of a round cancel. A value above 1 means that `record` is faster.
-
-    Args:
-        between_runs: Whether the records are of two runs, whose shifts then widen the interval.
+    Effects on both times of a round cancel. A value above 1 means that `record` is faster. The shifts of two
+    runs widen the interval.
     """
     ratios = round_ratios(record, baseline)
     if not len(ratios):

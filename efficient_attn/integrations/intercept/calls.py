@@ -182,11 +182,7 @@ def unsure_modules(calls: Mapping[Site, int]) -> dict[str, str]:
 
 
 def detour(start: Any) -> str | None:
-    """Reason why the mode of this call does not reach its backward pass or compiled code.
-
-    Args:
-        start: Frame that entered the mode, or its code.
-    """
+    """Reason why the mode that a frame, or its code, has entered misses a backward pass or compiled code."""
     if torch.compiler.is_compiling():
         # Compiled code has no frames: an error breaks the graph, and the call runs again outside of it.
         if not torch.is_grad_enabled():

@@ -52,8 +52,7 @@ def build_all(
 ) -> dict[str, Backend]:
     """Build a backend for every attention module, without attaching any.
 
-    Args:
-        seed: Random seed, from which the seeds of all layers derive; None: seeds from the options.
+    The seeds of all layers derive from `seed`; without it they are options.
     """
     seeds = [None] * len(sites) if seed is None else spawn_seeds(seed, len(sites))
     return {

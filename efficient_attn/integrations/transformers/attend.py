@@ -145,8 +145,7 @@ def make_mask(
 def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) -> VisibleKeys | None:
     """Visible keys of a mask of `make_mask`, or of a prepared mask.
 
-    Args:
-        causal: Whether the layer is causal, which a prepared mask of one query does not show.
+    A prepared mask of one query does not show whether the layer is causal.
     """
     if mask is None:
         return None
@@ -200,8 +199,7 @@ def _read_pattern(mask_function: Callable) -> MaskPattern:
 def _compiled_pattern(mask_function: Callable, width: int | None, bidirectional: bool) -> MaskPattern:
     """As `_read_pattern`, in code that is compiled, where closures are not read.
 
-    Args:
-        width: Width of a window, from the other arguments of a mask function; None: no window is certain.
+    The width of a window is from the other arguments of a mask function, None where none is certain.
     """
     if mask_function is causal_mask_function:
         return CAUSAL

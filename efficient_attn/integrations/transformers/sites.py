@@ -130,8 +130,7 @@ def _site(path: str, module: Any) -> AttentionSite:
     kv_heads = _first_value("num_key_value_heads", "num_kv_heads", of=(module, config))
     # In latent attention (MLA), `head_dim` is the part of queries and keys with positions.
     head_dim = _first_value("qk_head_dim", "head_dim", "attention_head_size", of=(module,))
-    if not head_dim:
-        head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or getattr(config, "head_dim", None)
     return AttentionSite(
         path=path,
         module=module,
