@@ -335,5 +335,5 @@ def test_a_capture_without_a_call_before_is_told_and_decides_nothing(machine):
     machine.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     warned = pytest.warns(UserWarning, match="bfloat16 .*no such call came before the capture")
     with warned, pytest.raises(flex.NotCompiledError, match="capture"):
-        flex._compiled(torch.device("cuda"), torch.bfloat16, 4, 2, 16, 16)
+        flex.compiled(flex._attention, torch.device("cuda"), torch.bfloat16, 4, 2, 16, 16)
     assert on("cuda")

@@ -62,7 +62,12 @@ def flex_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tu
     # A number would be a constant of the compiled code, a tensor is an input.
     factor = bias.new_full((), scale)
     tensors = [x.detach() for x in (q, k, v, bias.squeeze(-2).clamp_min(_MASKED))]
-    results = _compiled(q.device, q.dtype, q.shape[1], *k.shape[1::2], v.shape[-1])(*tensors, factor)
+    attention = compiled(_attention, q.device, q.dtype, q.shape[1], *k.shape[1::2], v.shape[-1])
+    everything = _everything(q.device)
+    for x in tensors:
+        torch._dynamo.maybe_mark_dynamic(x, (0, 2))
+    with torch.no_grad():
+        results: tuple[Tensor, Tensor] = attention(*tensors, factor, everything)
     paths.note_kernel("flex")
     return results
 
@@ -97,20 +102,6 @@ def _everything(device: torch.device) -> Any:
     parameters = signature(BlockMask.from_kv_blocks).parameters
     options: dict[str, Any] = {"compute_q_blocks": False} if "compute_q_blocks" in parameters else {}
     return BlockMask.from_kv_blocks(count, torch.zeros_like(count)[..., None], BLOCK_SIZE=2**30, **options)
-
-
-def _compiled(device: torch.device, dtype: torch.dtype, *sizes: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The compiled attention of one configuration of heads and dimensions."""
-    attention, everything = compiled(_attention, device, dtype, *sizes), _everything(device)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-        for x in (q, k, v, bias):
-            torch._dynamo.maybe_mark_dynamic(x, (0, 2))
-        with torch.no_grad():
-            results: tuple[Tensor, Tensor] = attention(q, k, v, bias, factor, everything)
-            return results
-
-    return call
 
 
 @cache
