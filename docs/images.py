@@ -10,7 +10,7 @@ import json
 import re
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ SOURCES = IMAGES / "sources.json"
 RECORDS = {
     "kernel": "mse-kernel",
     "bench": "bench-512-8192",
+    "floor": "mse-floor",
     "heads": "advise-smollm2-4096",
     "mse": "mse-default",
     "recall": "recall-default",
@@ -80,13 +81,49 @@ def content(name: str, drawn: Any) -> str:
     return hashlib.sha256("\n".join(sorted(texts | values)).encode()).hexdigest()
 
 
+def floor(records: Sequence[Any]) -> Any:
+    """Errors of weights by layer, between the least ones of rank 256 and uniform attention."""
+    from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
+    from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, line_styles
+    from efficient_attn.report.text import show_error
+    from efficient_attn.studies.mse.weights_view import STYLES
+
+    names = {sized(record.case).series: record.case.backend for record in records}
+    errors: dict[str, list[float]] = {label: [] for label in (*names, *STYLES)}
+    least, unbiased = STYLES
+    for record in records:
+        errors[sized(record.case).series].append(record.weights_relative_error)
+        if record.case.backend == "linformer":
+            errors[least].append(record.weights_floor)
+            errors[unbiased].append(record.weights_unbiased_error)
+    lines = {UNIFORM_ATTENTION: UNIFORM_STYLE, unbiased: STYLES[unbiased]}
+    lines[least] = {**STYLES[least], "linewidth": 3.5}
+    layers = range(len(errors[least]))
+    series = []
+    del names[UNIFORM_ATTENTION]
+    for number, (label, style) in enumerate(line_styles([*names.items()]).items()):
+        # Markers of a layer stand side by side.
+        places = [layer + 0.8 * ((number + 0.5) / len(names) - 0.5) for layer in layers]
+        series.append(Series(label, places, errors[label], {**style, "linestyle": "", "markersize": 6}))
+    for label, style in lines.items():
+        edges = [layer + side for layer in layers for side in (-0.5, 0.5)]
+        series.append(Series(label, edges, [error for error in errors[label] for _ in range(2)], style))
+    x = Axis("layer of the encoder", ticks={layer: str(layer) for layer in layers})
+    y = Axis("relative error of the weights", "log", show_error)
+    text = "512 tokens, 12 heads of 32; m = 256 features; windows have a higher rank"
+    return Plot("Error of the attention weights", text, ((Chart(x, y, tuple(series), height=3.4),),))
+
+
 def figure(name: str) -> Any:
     """The picture as a matplotlib figure."""
     import efficient_attn as ea
+    from efficient_attn.report.drawing import draw
 
     if name == SHOWN:
         return ea.show().plot()
     stored = ea.read(RUNS / RECORDS[name])
+    if name == "floor":
+        return draw(floor(stored.records))[0].figure
     current = runpy.run_path(str(HERE / "choosing.py"))["current"]
     results = ea.Results(current(stored.records), environment=stored.environment)
     return results.plot().figure
