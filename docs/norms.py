@@ -10,8 +10,8 @@ whose lengths are fitted per key head; `fixed` has length 1. Without folders onl
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 import efficient_attn as ea
-from efficient_attn.backend import Backend
 from efficient_attn.integrations.transformers.loading import Opened, open_model, token_ids
 from efficient_attn.integrations.transformers.swapping import capture_text
 from efficient_attn.measure.environment import environment
@@ -40,22 +39,17 @@ VARIANTS = ((POSITIVE, "chi"), (POSITIVE, "fixed"), (FULL, "chi"), (FULL, "fixed
 Row = dict[str, Any]
 
 
-def use_length_one(module: nn.Module) -> None:
-    """Replace the fitted lengths of directions by 1."""
-    for backend in backends_in(module):
-        features = backend.core.features
-        features.factors = (1 - 4 * features.curvatures).sqrt()
-
-
-def layer_backends(sample: Sequence[Tensor], **options: Any) -> Iterator[tuple[Row, Backend]]:
-    """Every variant with its name, calibrated on a sample of q, k and v."""
-    for norms in ("chi", "fixed"):
-        yield {"backend": POSITIVE, "norms": norms}, ea.build(POSITIVE, norms=norms, **options)
-        full = ea.build(FULL, norms=norms, **options)
-        full.calibrate(*sample)
-        yield {"backend": FULL, "norms": "chi" if norms == "chi" else "fitted"}, full
-    use_length_one(full)
-    yield {"backend": FULL, "norms": "fixed"}, full
+def variants(build: Callable[..., nn.Module], *inputs: Tensor) -> Iterator[tuple[Row, Any]]:
+    """Names and modules of every variant, calibrated on inputs."""
+    for backend in (POSITIVE, FULL):
+        for norms in ("chi", "fixed"):
+            module = build(backend, norms=norms)
+            ea.calibrate(module, *inputs)
+            if (backend, norms) == (FULL, "fixed"):
+                yield {"backend": FULL, "norms": "fitted"}, module
+                for features in (part.core.features for part in backends_in(module)):
+                    features.factors = (1 - 4 * features.curvatures).sqrt()
+            yield {"backend": backend, "norms": norms}, module
 
 
 def layer_rows(opened: Opened, inputs: str) -> Iterator[Row]:
@@ -67,8 +61,8 @@ def layer_rows(opened: Opened, inputs: str) -> Iterator[Row]:
     }
     for layer in layers:
         sample = [*map(torch.cat, zip(*(captured[text].layers[layer] for text in CALIBRATION), strict=True))]
-        scale, (_, heads, _, dim) = captured[HELD_OUT[0]].factor(layer), sample[0].shape
-        options = {"head_dim": dim, "num_heads": heads, "causal": causal, "scale": scale}
+        scale, (_, heads, _, head_dim) = captured[HELD_OUT[0]].factor(layer), sample[0].shape
+        options = {"head_dim": head_dim, "num_heads": heads, "causal": causal, "scale": scale}
         references = []
         for text in HELD_OUT:
             q, k, v = captured[text].layers[layer]
@@ -78,7 +72,7 @@ def layer_rows(opened: Opened, inputs: str) -> Iterator[Row]:
             place = {"layer": f"{inputs} {layer}", "text": text, "uniform": error}
             references.append((place, (q, k, v), exact, uniform))
         for draw in ({"num_features": m, "seed": seed} for m in DRAWS for seed in range(DRAWS[m])):
-            for name, backend in layer_backends(sample, **options, **draw):
+            for name, backend in variants(partial(ea.build, **options, **draw), *sample):
                 for place, tensors, exact, uniform in references:
                     parts = deviations(backend(*tensors).double(), exact, uniform)
                     error, c, rho, _ = (float(values[0]) for values in parts)
@@ -90,20 +84,15 @@ def model_rows(opened: Opened) -> Iterator[Row]:
     tokens = TOKENS["encoder"]
     ids = {text: token_ids(opened, words, most=tokens) for text, words in shipped_texts().items()}
     exact = {text: opened.model(ids[text]).last_hidden_state[0].double() for text in MODEL_TEXTS}
-    for seed in range(DRAWS[MODEL_FEATURES]):
-        draw = {"num_features": MODEL_FEATURES, "seed": seed}
-        for backend, norms in VARIANTS:
-            option = "chi" if norms == "chi" else "fixed"
-            model = ea.attach(deepcopy(opened.model), backend, norms=option, max_tokens=tokens, **draw)
-            ea.calibrate(model, ids[CALIBRATION[0]])
-            if (backend, norms) == (FULL, "fixed"):
-                use_length_one(model)
+    for draw in ({"num_features": MODEL_FEATURES, "seed": seed} for seed in range(DRAWS[MODEL_FEATURES])):
+        build = partial(ea.attach, opened.model, max_tokens=tokens, **draw)
+        for name, model in variants(build, ids[CALIBRATION[0]]):
             for text, expected in exact.items():
                 states = model(ids[text]).last_hidden_state[0].double()
                 hidden = torch.cosine_similarity(states, expected, dim=-1).mean()
                 embedding = torch.cosine_similarity(states.mean(dim=0), expected.mean(dim=0), dim=0)
-                place = {"layer": WHOLE, "text": text, "backend": backend, "norms": norms}
-                yield place | draw | {"hidden": float(hidden), "embedding": float(embedding)}
+                cosines = {"hidden": float(hidden), "embedding": float(embedding)}
+                yield {"layer": WHOLE, "text": text} | name | draw | cosines
 
 
 def draws(rows: Sequence[Row], field: str, variant: tuple[str, str], features: int) -> list[float]:
@@ -122,16 +111,17 @@ def difference(rows: Sequence[Row], field: str, variant: tuple[str, str], featur
 
 
 def table(groups: Mapping[str, Sequence[Row]], fields: Sequence[str], features: int) -> Iterator[str]:
-    """Medians over draws and differences to chi, bold where worse beyond the interval."""
+    """Medians over draws and differences to chi."""
     head = ["inputs", "backend", "norms", *fields, *(f"{field} less chi" for field in fields[:2])]
     yield f"\n{features} features\n\n| {' | '.join(head)} |\n|{' --- |' * len(head)}\n"
     for place, rows in groups.items():
         for variant in VARIANTS:
             cells = [place, *variant, *(f"{median(draws(rows, x, variant, features)):.3f}" for x in fields)]
-            for field in fields[:2]:
+            for field in fields[:2] if variant[1] != "chi" else ():
                 center, low, high = difference(rows, field, variant, features)
                 bold = "**" * (low > 0 if field == "error" else high < 0)
                 cells.append(f"{bold}{center:+.3f} ({low:+.3f} to {high:+.3f}){bold}")
+            cells += [""] * (len(head) - len(cells))
             yield f"| {' | '.join(cells)} |\n"
 
 
@@ -140,6 +130,7 @@ def page(rows: Sequence[Row]) -> Iterator[str]:
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row["layer"] + ("" if "hidden" in row else f", {row['text']}"), []).append(row)
+    yield "Medians over draws of the same seeds; bold: worse than chi beyond the 95 % interval.\n"
     yield from table({WHOLE: groups.pop(WHOLE)}, ("hidden", "embedding"), MODEL_FEATURES)
     for features in SHOWN:
         yield from table(groups, ("error", "c", "rho", "uniform"), features)
@@ -149,7 +140,7 @@ def page(rows: Sequence[Row]) -> Iterator[str]:
         starts = []
         for variant in (x for x in VARIANTS if x[1] != "chi"):
             worse = [difference(group, "error", variant, features)[0] > 0 for features in DRAWS]
-            sizes = [m for place, m in enumerate(DRAWS) if all(worse[place:])]
+            sizes = [m for number, m in enumerate(DRAWS) if all(worse[number:])]
             starts.append(str(min(sizes, default=f"> {max(DRAWS)}")))
         yield f"| {place} | {' | '.join(starts)} |\n"
 
@@ -160,7 +151,8 @@ def main(folders: Sequence[str]) -> None:
     if folders:
         torch.set_num_threads(1)
         encoder, decoder = (open_model(folder, dtype="float32") for folder in folders)
-        rows = [*model_rows(encoder), *layer_rows(encoder, "encoder"), *layer_rows(decoder, "decoder")]
+        # The last replaces the attention of the encoder.
+        rows = [*layer_rows(encoder, "encoder"), *layer_rows(decoder, "decoder"), *model_rows(encoder)]
         rows = [{x: round(y, 5) if type(y) is float else y for x, y in row.items()} for row in rows]
         texts = ",\n".join(map(json.dumps, rows))
         about = environment(command=["python", "docs/norms.py", "ENCODER", "DECODER"])
