@@ -9,7 +9,6 @@ from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,8 +79,10 @@ def measure_error(
             errors = {name: (*draws, error[name]) for name, draws in errors.items()}
         values: dict[str, Any] = {f"{name}_draws": draws for name, draws in errors.items()}
         values |= {name: fmean(draws) for name, draws in errors.items()}
-        # Uniform attention has no deviation, hence no correlation.
-        values = {name: x for name, x in values.items() if not np.isnan(x).any()}
+        for name in _DEVIATIONS:
+            # Uniform attention has no deviation, hence no correlation.
+            if math.isnan(values[name]):
+                del values[name], values[f"{name}_draws"]
         heads = torch.stack(by_head).mean(dim=0).T.tolist()
         heads = [[None if math.isnan(x) else float(f"{x:.4g}") for x in head] for head in heads]
         rows, density, mass = subject.rows, None, None
