@@ -51,7 +51,10 @@ def list_command(
 def _describe(spec: Any) -> None:
     from efficient_attn.theory.kernel import KINDS, unbiased_from
 
-    options = {f"option {name}": str(value).lower() for name, value in _options(spec).items()}
+    texts = {item.name: item.metadata.get("help", "") for item in fields(spec.options_type)}
+    options = {
+        f"option {name}": f"{str(value).lower()}: {texts[name]}" for name, value in _options(spec).items()
+    }
     capabilities = {name.replace("_", " "): value for name, value in asdict(spec.capabilities).items()}
     about = {"formula": spec.formula, "paper": spec.paper, "size": spec.size_option}
     number = _fewer_products_from(spec)

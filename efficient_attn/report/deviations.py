@@ -12,7 +12,7 @@ _QUANTITIES = ("output_correlation", "output_deviation_ratio", "output_rescaled_
 _COLUMNS = ("backend", "error", "correlation c", "ratio ρ", "error, rescaled", "c of heads", "")
 CORRELATION_NOTE = (
     "Correlation c: cosine of the deviations of output and exact output from uniform attention, which no "
-    "rescaling changes."
+    "rescaling changes. Bland: too close to uniform attention, a deviation below 0.9 of its best size."
 )
 
 
@@ -33,5 +33,5 @@ def deviation_table(records: Iterable[Record], quantity: str) -> list[Table]:
         return []
     case = measured[0].case
     title = f"Deviation from uniform attention: {describe(case.inputs)}; {case.tokens} tokens"
-    note = f"{CORRELATION_NOTE} ρ: ratio of their norms; rescaled: the error at ρ = c. Bland: ρ < 0.9 c."
+    note = f"{CORRELATION_NOTE} ρ: ratio of their norms, best at c; rescaled: the error at ρ = c."
     return [Table(title, _COLUMNS, tuple(rows), (note,), detail=True)]

@@ -69,21 +69,37 @@ FASTER_ONES = "slow (error 0.05, 1.11× at 512 tokens), quick (error 0.09, 2.00�
 @pytest.mark.parametrize(
     ("records", "limit", "claim"),
     [
-        ([*ALL, *NEAR], 0.1, f"Within 10 % output error and faster: {FASTER_ONES}. Next: window"),
+        (
+            [*ALL, *NEAR],
+            0.1,
+            f"Within 10 % output error and faster: {FASTER_ONES}. Next of the faster: window",
+        ),
         (ALL, 0.3, "Within 30 % output error and faster: window (error 0.3, 2.50× at 512 tokens)."),
         # Baselines and references are no candidates.
-        (ALL, 0.299, "No backend stays within 29.9 % output error. Closest: window (error 0.3, 2"),
+        (
+            ALL,
+            0.299,
+            "No backend stays within 29.9 % output error. Closest of the faster: window (error 0.3, 2",
+        ),
         ([*EXACT, *BASELINES], 0.1, ""),
         ([*EXACT, *WINDOW, error("uniform attention", 0.31)], 0.1, "(error 0.3, 2.50× at 512 tokens)."),
         ([*EXACT, *WINDOW, error("uniform attention", 0.29)], 0.1, "No faster backend is more accurate tha"),
         # Without a time of exact attention there is no speed.
-        ([EXACT[0], *WINDOW], 0.1, "No backend stays within 10 % output error. Closest: window (er"),
+        (
+            [EXACT[0], *WINDOW],
+            0.1,
+            "No backend stays within 10 % output error. Closest of the faster: window (er",
+        ),
         ([*UNEVEN, *LONGER], 0.1, "not shown to be faster: near (error 0.05, 0.998× at 1024 tokens)."),
         (UNEVEN, 0.1, "near (error 0.05, 0.91×? at 512 tokens). Background load 83 %. Rerun on an idle"),
         (SKIPPED, 0.1, "Error unknown: near (not measured at 256)."),
         ([*SKIPPED[:-1], failed(SKIPPED[-1], "oom", "")], 0.1, "No backend stays within 10 %"),
         # The worst layer decides.
-        (LAYERED, 0.1, "No backend stays within 10 % output error on every layer. Closest: window (er"),
+        (
+            LAYERED,
+            0.1,
+            "No backend stays within 10 % output error on every layer. Closest of the faster: window (er",
+        ),
         (LAYERED, 0.3, "Within 30 % output error on every layer and faster: window (error 0.3, 2.50×"),
         ([error("near", 0.3, inputs="stitched(layer=1)")], 0.1, "Concatenated documents, layer 1: No ba"),
         ([EXACT[1], WINDOW[1]], 0.1, "12 heads of 32, float32, 2 CPU threads: window (2.50× at 512 tokens)."),

@@ -154,15 +154,21 @@ def test_a_shrunk_output_errs_less_keeps_its_correlation_and_is_called_bland():
     }
 
 
-@pytest.mark.parametrize(("sizes", "words"), [((4, 16), "beyond 16"), ((16, 1024), "from 1024")])
-def test_the_size_from_which_unbiased_features_are_nearer_is_named(sizes, words):
+FIXED = "performer-positive(norms=fixed)"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ((4, 16), f"{FIXED} errs less than norms=chi on gaussian, norm 0.5 (up to 16)."),
+        ((16, 1024), f"norms=chi errs less than {FIXED} from 1024 features on gaussian, norm 0.5."),
+    ],
+)
+def test_the_size_from_which_unbiased_features_are_nearer_is_named(sizes, sentence):
     options = {"performer-positive": {"norms": ["chi", "fixed"]}}
     setting = {**SMALL, "sizes": sizes, "draws": 12}
     results = ea.mse(["performer-positive"], **setting, options=options)
     (panel,) = panels(results.records, "output_relative_error")
     nearer = [chi.value < fixed.value for chi, fixed in zip(*panel.curves.values(), strict=True)]
-    assert nearer == [False, "from" in words]
-    sentence = (
-        f"norms=chi is nearer than performer-positive(norms=fixed) {words} features on gaussian, norm 0.5."
-    )
+    assert nearer == [False, sizes[-1] == 1024]
     assert sentence in results.sentences()

@@ -101,7 +101,7 @@ def _comparison_table(comparison: Comparison, run: Run[Settled]) -> Table:
     rows = tuple(zip([row.label for row in shown], *columns.values(), strict=True))
     notes = (
         *([_ERRORS] if errors_at else []),
-        *([CORRELATION_NOTE] if further in columns and column == "corr" else []),
+        *([f"{CORRELATION_NOTE} Worst layer."] if further in columns and column == "corr" else []),
         *([_SPEEDS] if longest else []),
         *mark_notes(rows, "extrapolated from shorter lengths", _doubt(comparison, run.study.most_rounds)),
         *calibration_note(comparison.records),
@@ -162,8 +162,9 @@ def _further(column: str, row: Row, errors_at: int, longest: int) -> str:
     if column == "mse":
         return NOT_MEASURED if error is None or error.mse is None else show_error(error.mse)
     if column == "corr":
-        c = None if error is None else error.correlation
-        return NOT_MEASURED if c is None else show_correlation(c)
+        if error is None or error.correlation is None:
+            return NOT_MEASURED
+        return f"{show_correlation(error.correlation)}{' bland' * error.bland}"
     if column == "keys":
         return NOT_MEASURED if error is None or error.keys is None else f"{100 * error.keys:.2g} %"
     size = getattr(row, f"{column}_bytes")

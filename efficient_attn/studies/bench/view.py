@@ -99,7 +99,8 @@ def _verdict(comparison: Comparison, limit: float, run: Run[Settled], place: str
     if useful := [row for row in beyond if row.speed is None or row.speed.outcome == FASTER]:
         nearest = min(useful, key=lambda row: row.largest or 0.0)
         floor = _floor_words(nearest, comparison)
-        parts.append(f"{'next' if near else 'closest'}: {_in_words(nearest, floor)}")
+        choice = " of the faster" * (nearest.speed is not None)
+        parts.append(f"{'next' if near else 'closest'}{choice}: {_in_words(nearest, floor)}")
         uniform = comparison.row(UNIFORM_ATTENTION)
         measured = [row.errors.get(comparison.tokens) for row in (nearest, uniform) if row]
         errors = [error.worst for error in measured if error is not None]

@@ -9,19 +9,24 @@ from efficient_attn.report import text
 
 
 def sentences(shown: Sequence[Any]) -> list[str]:
-    """Size from which norms of Gaussian vectors have a smaller error than fixed norms, input by input."""
-    places: dict[str, list[str]] = {}
+    """Inputs on which fixed norms have the smaller error, and sizes from which others have it."""
+    nearer: dict[str, list[str]] = {}
+    later: dict[str, list[str]] = {}
     for panel in shown:
         unbiased = {_without_norms(x.record): x.value for x in panel.points if not _has_fixed_norms(x.record)}
         for label, curve in panel.curves.items():
-            twins = {_without_norms(point.record): point for point in curve if _has_fixed_norms(point.record)}
-            pairs = [(point.size, unbiased[x] < point.value) for x, point in twins.items() if x in unbiased]
-            if not pairs:
-                continue
-            last = max((number for number, (_, nearer) in enumerate(pairs) if not nearer), default=-1)
-            place = f"beyond {pairs[-1][0]}" if last + 1 == len(pairs) else f"from {pairs[last + 1][0]}"
-            places.setdefault(label, []).append(f"{place} features on {text.describe(panel.inputs)}")
-    return [f"norms=chi is nearer than {label} {'; '.join(x)}." for label, x in places.items()]
+            twins = [(unbiased.get(_without_norms(x.record)), x) for x in curve if _has_fixed_norms(x.record)]
+            pairs = [(point.size, value < point.value) for value, point in twins if value is not None]
+            inputs = text.describe(panel.inputs)
+            last = max((number for number, (_, is_nearer) in enumerate(pairs) if not is_nearer), default=-1)
+            if last + 1 < len(pairs):
+                later.setdefault(label, []).append(f"from {pairs[last + 1][0]} features on {inputs}")
+            elif pairs:
+                nearer.setdefault(label, []).append(f"{inputs} (up to {pairs[-1][0]})")
+    return [
+        *[f"{label} errs less than norms=chi on {'; '.join(x)}." for label, x in nearer.items()],
+        *[f"norms=chi errs less than {label} {'; '.join(x)}." for label, x in later.items()],
+    ]
 
 
 def _has_fixed_norms(record: Record) -> bool:

@@ -26,6 +26,7 @@ NAMES = {
 
 # Headings of the last column by its option.
 _COLUMNS = {"mse": "MSE", "corr": "correlation"}
+_STARRED = {"mse": "", "corr": ", largest correlation"}
 # Errors below this share of uniform attention's are rounding.
 _ROUNDING = 1e-4
 # Smaller errors are shown with an exponent.
@@ -163,13 +164,13 @@ def _table(panel: Panel, quantity: str, column: str) -> Table:
         # It has no size.
         errors = [show_error(panel.uniform.value)] * len(places)
         rows.insert(0, (UNIFORM_ATTENTION, *errors, _last(panel.uniform.record, column)))
-    heads = [*(["fixed"] if fixed else []), *map(str, sizes), f"{_COLUMNS[column]}, largest size"]
+    heads = [*(["no size"] if fixed else []), *map(str, sizes), f"{_COLUMNS[column]}, largest size"]
     if quantity != RELATIVE and column == "mse":
         heads.pop()
         rows = [row[:-1] for row in rows]
     meaning = interval(panel.points)
     notes = (
-        f"Columns: {_size_words(panel.points)}. Starred: smallest error.",
+        f"Columns: {_size_words(panel.points)}. Starred: smallest error{_STARRED[column]}.",
         *([f"{meaning[0].upper()}{meaning[1:]}: report.html."] if meaning else []),
         *([f"{', '.join(sorted(odd))} = size + 1."] if odd else []),
         *(f"{label}: {weights_view.NOTES[label]}." for label in panel.bounds),
@@ -213,7 +214,7 @@ def _last(record: Record, column: str) -> str:
     if getattr(record, quantity) is None:
         return NOT_MEASURED
     value = _point(record, quantity).value
-    return show_correlation(value) if column == "corr" else show_error(value)
+    return f"{show_correlation(value)}{' bland' * bland(record)}" if column == "corr" else show_error(value)
 
 
 def sentences(records: Sequence[Record], run: Run[Settled]) -> list[str]:
