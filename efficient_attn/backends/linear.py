@@ -1,6 +1,5 @@
 """Linear transformers: features of kernels other than softmax."""
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +9,7 @@ from efficient_attn.backends.linear_attention import (
     LinearAttention,
     RandomFeatureOptions,
     RandomFeatures,
+    feature_count,
     linear_operations,
 )
 from efficient_attn.operation_counts import MatMul, MatMuls
@@ -26,7 +26,7 @@ _AVERAGES = Capabilities(causal=True, approximates_softmax=False, sharded="state
     paper="https://arxiv.org/abs/2006.16236",
     capabilities=_AVERAGES,
     operations=partial(linear_operations, "elu"),
-    rank=lambda problem, options: problem.head_dim,
+    rank=partial(feature_count, "elu"),
 )
 def build_elu(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
     return LinearAttention(FixedFeatures("elu"), problem)
@@ -41,7 +41,7 @@ def build_elu(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
     size_option="num_features",
     capabilities=_AVERAGES,
     operations=partial(linear_operations, "relu"),
-    rank=lambda problem, options: options.num_features,
+    rank=partial(feature_count, "relu"),
 )
 def build_relu(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:
     return LinearAttention(RandomFeatures("relu", problem.head_dim, options), problem)
@@ -54,7 +54,7 @@ def build_relu(problem: AttentionProblem, options: RandomFeatureOptions) -> Line
     paper="https://arxiv.org/abs/2402.18668",
     capabilities=replace(_AVERAGES, nonnegative=False),
     operations=partial(linear_operations, "taylor-1"),
-    rank=lambda problem, options: 1 + problem.head_dim,
+    rank=partial(feature_count, "taylor-1"),
     compared=False,
 )
 def build_taylor_1(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
@@ -68,10 +68,15 @@ def build_taylor_1(problem: AttentionProblem, options: NoOptions) -> LinearAtten
     paper="https://arxiv.org/abs/2402.18668",
     capabilities=_AVERAGES,
     operations=partial(linear_operations, "taylor-2"),
-    rank=lambda problem, options: math.comb(problem.head_dim + 2, 2),
+    rank=partial(feature_count, "taylor-2"),
 )
 def build_taylor_2(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
     return LinearAttention(FixedFeatures("taylor-2"), problem)
+
+
+def hedgehog_features(problem: AttentionProblem, options: NoOptions) -> int:
+    """Number of features."""
+    return 2 * problem.head_dim
 
 
 def hedgehog_operations(
@@ -97,7 +102,7 @@ def hedgehog_operations(
     paper="https://arxiv.org/abs/2402.04347",
     capabilities=_AVERAGES,
     operations=hedgehog_operations,
-    rank=lambda problem, options: 2 * problem.head_dim,
+    rank=hedgehog_features,
 )
 def build_hedgehog(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
     return LinearAttention(LearnedFeatures(problem), problem)

@@ -376,6 +376,14 @@ class LinearAttention(nn.Module):
         return self.features.calibrated
 
 
+def feature_count(kind: str, problem: AttentionProblem, options: object) -> int:
+    """Number of features, the largest rank of the weights before a causal mask."""
+    directions = 0
+    if isinstance(options, RandomFeatureOptions):
+        directions = options.num_features // MAPS[kind].per_direction
+    return MAPS[kind].num_features(directions, problem.head_dim)
+
+
 def linear_operations(
     kind: str,
     problem: AttentionProblem,
@@ -384,10 +392,8 @@ def linear_operations(
     value_dim: int,
 ) -> MatMuls:
     """Products for features, state and output and, if causal, for the pairs of tokens within a chunk."""
-    directions = 0
-    if isinstance(options, RandomFeatureOptions):
-        directions = options.num_features // MAPS[kind].per_direction
-    features = MAPS[kind].num_features(directions, problem.head_dim)
+    features = feature_count(kind, problem, options)
+    directions = features // MAPS[kind].per_direction if MAPS[kind].per_direction else 0
     projected, entries = tokens * directions * problem.head_dim, tokens * features
     steps = [
         # Directions are random, so only the tokens' side of these products has a gradient.

@@ -94,6 +94,11 @@ def operations(problem: AttentionProblem, options: NystromOptions, tokens: int, 
     return (*means, *reads, *between, *iterations)
 
 
+def rank(problem: AttentionProblem, options: NystromOptions) -> int:
+    """Largest rank of the weights."""
+    return options.landmarks
+
+
 @register(
     "nystrom",
     summary="Softmax through landmarks, with an iterative pseudo-inverse between them.",
@@ -104,7 +109,7 @@ def operations(problem: AttentionProblem, options: NystromOptions, tokens: int, 
     # Landmarks average all queries: later rows, or rows of another sequence, would change every output.
     capabilities=Capabilities(causal=False, cross=False, nonnegative=False, averages=False),
     operations=operations,
-    rank=lambda problem, options: options.landmarks,
+    rank=rank,
     compared=False,
 )
 def build(problem: AttentionProblem, options: NystromOptions) -> NystromAttention:

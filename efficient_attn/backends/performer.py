@@ -8,6 +8,7 @@ from efficient_attn.backends.linear_attention import (
     RandomFeatureOptions,
     RandomFeatures,
     check_even,
+    feature_count,
     linear_operations,
 )
 from efficient_attn.operation_counts import MatMul, MatMuls
@@ -20,7 +21,7 @@ _performer = partial(
     register,
     options=RandomFeatureOptions,
     size_option="num_features",
-    rank=lambda problem, options: options.num_features,
+    rank=partial(feature_count, "positive"),
 )
 
 

@@ -13,7 +13,13 @@ from efficient_attn.ops.paths import dynamic
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.window import flex, varlen
-from efficient_attn.ops.window.global_keys import GlobalKeys, WindowInputs, attend_one, tokens_at
+from efficient_attn.ops.window.global_keys import (
+    GlobalKeys,
+    WindowInputs,
+    attend_one,
+    global_keys_of,
+    tokens_at,
+)
 from efficient_attn.ops.window.operator import fused_window, fused_window_backward
 from efficient_attn.ops.window.slices import sliced_window, supports_slices
 from efficient_attn.ops.window.unfused import unfused_window
@@ -85,7 +91,8 @@ def _fused(
 
 
 def _tuned(inputs: WindowInputs) -> Tensor:
-    value_dim, widest, first = inputs.v.shape[-1], max(inputs.q.shape[-1], inputs.v.shape[-1]), inputs.first
+    value_dim, first = inputs.v.shape[-1], global_keys_of(inputs)
+    widest = max(inputs.q.shape[-1], value_dim)
     # The kernel requires one width for all three; zero columns change no product.
     q, k, v = (padded_rows(x, widest) for x in inputs[:3])
     if first is None:
@@ -143,14 +150,14 @@ def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple:
     else:
         grads = _differentiable(grad_out, inputs)
     grad_q, grad_k, grad_v, *grad_first = grads
-    if inputs.first is None or inputs.at is not None:
+    if inputs.first_k is None or inputs.at is not None:
         grad_first = [None, None]
     return grad_q, grad_k, grad_v, *[None] * 4, *grad_first, None, None
 
 
 def _differentiable(grad_out: Tensor, inputs: WindowInputs) -> list[Tensor | None]:
     """Gradients with derivatives, which exist for the unfused operators only."""
-    first, tensors = inputs.first, list(inputs[:3])
+    first, tensors = global_keys_of(inputs), list(inputs[:3])
     if first is not None and first.at is not None:
         # Gradients of the keys include gradients through their global keys.
         first = GlobalKeys(tokens_at(inputs.k, first.at), tokens_at(inputs.v, first.at), first.far)

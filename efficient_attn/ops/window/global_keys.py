@@ -57,11 +57,12 @@ class WindowInputs(NamedTuple):
     far: Tensor | None = None
     at: Tensor | None = None
 
-    @property
-    def first(self) -> GlobalKeys | None:
-        if self.first_k is None or self.first_v is None:
-            return None
-        return GlobalKeys(self.first_k, self.first_v, self.far, self.at)
+
+def global_keys_of(inputs: WindowInputs) -> GlobalKeys | None:
+    """The global keys of inputs, if they have any."""
+    if inputs.first_k is None or inputs.first_v is None:
+        return None
+    return GlobalKeys(inputs.first_k, inputs.first_v, inputs.far, inputs.at)
 
 
 class AgedKeys(NamedTuple):

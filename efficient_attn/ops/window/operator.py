@@ -14,7 +14,7 @@ from torch import Tensor
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, without_autocast
 from efficient_attn.ops.operators import check_one_device, operator
 from efficient_attn.ops.softmax import cpu_flash
-from efficient_attn.ops.window.global_keys import WindowInputs, add_gradients, merge
+from efficient_attn.ops.window.global_keys import WindowInputs, add_gradients, global_keys_of, merge
 
 # Queries per block, and blocks of all heads per kernel call. Larger blocks read more keys outside the window,
 # but their slices overlap less, so the backward pass adds up fewer gradients.
@@ -89,7 +89,7 @@ _SCHEMA = (
 def fused_window(*fields: Any) -> tuple[Tensor, Tensor]:
     """The output [batch heads q_tokens dim] and each row's log-sum-exp [batch heads q_tokens]."""
     inputs = WindowInputs(*fields)
-    (q, k, v, key_mask, back, ahead, scale), first = inputs[:7], inputs.first
+    (q, k, v, key_mask, back, ahead, scale), first = inputs[:7], global_keys_of(inputs)
     back, ahead = min(back, k.shape[2]), min(ahead, k.shape[2])
     # The output of half precision is rounded once, after the global keys.
     dtype = q.dtype if first is None else upcast_dtype(q.dtype)
@@ -129,7 +129,7 @@ def fused_window_backward(grad_out: Tensor, out: Tensor, log_sum: Tensor, *field
     The weights of the window and of the global keys are recomputed from the log-sum-exps.
     """
     inputs = WindowInputs(*fields)
-    (q, k, v, key_mask, back, ahead, scale), first = inputs[:7], inputs.first
+    (q, k, v, key_mask, back, ahead, scale), first = inputs[:7], global_keys_of(inputs)
     back, ahead = min(back, k.shape[2]), min(ahead, k.shape[2])
     dtype = upcast_dtype(q.dtype)
     # Several blocks read a key; their contributions are summed in float32 or better.
@@ -149,7 +149,7 @@ def fused_window_backward(grad_out: Tensor, out: Tensor, log_sum: Tensor, *field
 @torch.library.register_fake(fused_window_backward)
 def _(grad_out: Tensor, out: Tensor, log_sum: Tensor, *fields: Any) -> tuple[Tensor, ...]:
     inputs = WindowInputs(*fields)
-    empty = inputs.first is None or inputs.at is not None
+    empty = inputs.first_k is None or inputs.at is not None
     first = [inputs.q.new_empty(0)] * 2 if empty else inputs[7:9]
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (*inputs[:3], *first))
 

@@ -9,7 +9,7 @@ from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.paths import parts, product_dtype, step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax.definition import softmax_over
-from efficient_attn.ops.window.global_keys import WindowInputs
+from efficient_attn.ops.window.global_keys import WindowInputs, global_keys_of
 
 # Queries that share one slice of keys; a block reads window + 63 keys.
 _BLOCK = 64
@@ -19,7 +19,7 @@ _GROUP = 8
 
 def unfused_window(inputs: WindowInputs) -> Tensor:
     """softmax(scale · q kᵀ) v over the keys i−back … i+ahead and global keys, for the last q_tokens rows."""
-    (q, k, v, key_mask, back, ahead, scale), first = inputs[:7], inputs.first
+    (q, k, v, key_mask, back, ahead, scale), first = inputs[:7], global_keys_of(inputs)
     back, ahead = min(back, k.shape[-2]), min(ahead, k.shape[-2])
     tokens, before = q.shape[-2], k.shape[-2] - q.shape[-2]
     blocks = -(-tokens // _BLOCK)
