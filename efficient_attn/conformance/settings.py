@@ -31,10 +31,12 @@ from efficient_attn.conformance.subject import (
     close,
     gradients,
     results,
+    rounding,
     run,
     same_bits,
+    takes_scale,
 )
-from efficient_attn.conformance.table import Check
+from efficient_attn.conformance.table import Check, cannot_check
 from efficient_attn.errors import AttentionError
 from efficient_attn.measure.memory import tensors_in
 
@@ -164,6 +166,23 @@ def _graphs(where: str, subject: Subject, backend: Backend, inputs: Inputs) -> I
             out, state = backend.extend(*inputs[:3], state, key_mask=inputs.key_mask)
             traced = any(x.requires_grad for x in tensors_in((out, state)))
             yield Finding(f"Step {step} of extend requires a gradient {where}", float(traced), 0.0)
+
+
+@Check(
+    "A negative scale is equivalent to negated queries at the positive scale.",
+    cases=(*KINDS, *both(ONE.but(tokens=200, batch=1), ONE.but(tokens=1, keys=5))),
+    drawn=lambda seed: (*joint(seed, 9), *vary(ONE, head_dim=HEAD_SIZES)),
+)
+def a_negative_scale_negates_queries(subject: Subject, case: CheckCase) -> Iterator[Finding]:
+    plus = subject.build(case, scale=0.7)
+    if not takes_scale(plus):
+        raise cannot_check("A plain callable takes no scale.")
+    inputs, minus = subject.inputs(case), subject.build(case, scale=-0.7)
+    # Calibrated parameters are shared, so that both backends use the same fit.
+    minus.load_state_dict(plus.state_dict())
+    turned = inputs._replace(q=-inputs.q)
+    bound = rounding(plus, turned, case.dtype)
+    yield close("Scale −0.7", run(minus, inputs), run(plus, turned), bound)
 
 
 @Check(

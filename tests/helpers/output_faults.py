@@ -88,6 +88,12 @@ FAULTS = {
         "gradients are cleaned": at.flowing(torch.nan_to_num),
         "negative infinity is cleaned": at.values(lambda v: v.masked_fill(v == -torch.inf, 0.0)),
     },
+    "a_negative_scale_negates_queries": {
+        "beyond 128 keys": at.scaled(
+            lambda core, k: -1 if core.problem.factor < 0 and k.shape[2] > 128 else 1
+        ),
+        "64 entries": at.scaled(lambda core, q: -1 if core.problem.factor < 0 and q.shape[3] == 64 else 1),
+    },
     "a_prefix_is_a_sequence_of_its_own": {"temperature": at.scaled(lambda k: 1 + 1e-3 * k.shape[2])},
     "a_query_alone_is_its_row": {
         "first row": at.output(lambda x: torch.cat([x[:, :, :1] * row_of(x), x[:, :, 1:]], 2)),
@@ -204,10 +210,6 @@ FAULTS = {
     },
     "scale_is_a_factor_on_the_scores": {
         "below one": at.scaled(lambda core: 1 / max(abs(core.problem.factor), 1.0)),
-        "negative, beyond 128 keys": at.scaled(
-            lambda core, k: -1 if core.problem.factor < 0 and k.shape[2] > 128 else 1
-        ),
-        "negative, 64": at.scaled(lambda core, q: -1 if core.problem.factor < 0 and q.shape[3] == 64 else 1),
         "64": at.scaled(lambda core, q: 1.0 if core.problem.scale else (max(q.shape[3], 64) / 64) ** 0.5),
         "long keys": at.keys(
             lambda k: k * (30 / k.norm(dim=-1, keepdim=True).clamp_min(1e-9)).clamp_max(1.0)
@@ -236,12 +238,12 @@ OF_SOFTMAX = {
         "12 heads": at.scores(lambda x: x * 1.02 if x.shape[1] == 12 else x),
         "1024 keys": at.scaled(lambda k: 1.01 if k.shape[2] == 1024 else 1.0),
     },
+    "equals_softmax_attention_at_every_scale": {
+        "scales up to 10": at.scaled(lambda core: 10 / max(abs(core.problem.factor), 10))
+    },
     "large_values_stay_proportional": {"scores in float16": at.replaced("wide", lambda core, wide, x: x)},
     "long_sums_do_not_stall_in_half_precision": {"denominators in float16": at.weights(float16_denominator)},
     "later_values_move_no_output": {"causality is ignored": at.visible(torch.ones_like)},
-    "scale_is_a_factor_on_the_scores": {
-        "scales up to 10": at.scaled(lambda core: 10 / max(abs(core.problem.factor), 10))
-    },
     "weights_of_a_row_sum_to_one": {
         "denominators above one": at.weights(
             lambda x, logits: x * logits.exp().sum(-1, keepdim=True).clamp_max(1.0)
