@@ -88,7 +88,7 @@ FASTER_ONES = "slow (error 0.05, 1.11× at 512 tokens), quick (error 0.09, 2.00�
         (
             [EXACT[0], *WINDOW],
             0.1,
-            "No backend stays within 10 % output error. Closest of the faster: window (er",
+            "No backend stays within 10 % output error. Closest: window (er",
         ),
         ([*UNEVEN, *LONGER], 0.1, "not shown to be faster: near (error 0.05, 0.998× at 1024 tokens)."),
         (UNEVEN, 0.1, "near (error 0.05, 0.91×? at 512 tokens). Background load 83 %. Rerun on an idle"),

@@ -94,8 +94,8 @@ def quantity_in(records: Sequence[Record]) -> str:
 
 def panels(records: Iterable[Record], quantity: str) -> list[Panel]:
     """One panel per input, in the order of the records."""
-    of = "weights" if quantity == WEIGHTS else "output"
-    measured = (r for r in records if r.case.kind == "error" and r.case.of == of)
+    errors = [record for record in records if record.case.kind == "error" and record.case.of != "kernel"]
+    measured = [record for record in errors if (record.case.of == "weights") == (quantity == WEIGHTS)]
     groups = grouped(measured, "inputs", "tokens", "num_heads", "head_dim")
     return [_panel(group, quantity) for group in groups]
 
