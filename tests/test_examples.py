@@ -6,15 +6,23 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from torch.utils._pytree import tree_leaves
+
+import efficient_attn as ea
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES, RESULTS = ROOT / "docs/examples", ROOT / "results/papers"
 PAPERS = sorted(path.stem for path in (EXAMPLES / "papers").glob("*.py") if path.stem != "claims")
 CLAIMS = runpy.run_path(str(EXAMPLES / "papers/claims.py"))
+DELTA = runpy.run_path(str(EXAMPLES / "gated_delta.py"))
 
 
 def run(*words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -74,6 +82,111 @@ def test_the_language_model_prints_falling_losses_a_verdict_and_writes_its_figur
         assert last < first < 8
     assert "After 10 steps exact attention is at" in child.stdout
     assert (tmp_path / "train_language_model.png").exists()
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor, state: Tensor) -> Any:
+    """S_t = α_t S_{t-1} (I - β_t k_t k_tᵀ) + β_t v_t k_tᵀ, token by token (arXiv 2412.06464)."""
+    outputs, state, identity = [], state.mT, torch.eye(k.shape[-1], dtype=k.dtype)
+    for t in range(q.shape[2]):
+        alpha_t, beta_t = log_alpha[:, :, t, None, None].exp(), beta[:, :, t, None, None]
+        erased = identity - beta_t * torch.einsum("bhi,bhj->bhij", k[:, :, t], k[:, :, t])
+        written = beta_t * torch.einsum("bhi,bhj->bhij", v[:, :, t], k[:, :, t])
+        state = alpha_t * torch.einsum("bhij,bhjl->bhil", state, erased) + written
+        outputs.append(torch.einsum("bhij,bhj->bhi", state, q[:, :, t]))
+    return torch.stack(outputs, dim=2), state.mT
+
+
+# Chunks that divide the length or not; α between 0 and 1, near 1, near 0, and near both in turn.
+@pytest.mark.parametrize(
+    ("tokens", "chunk", "middle", "spread"),
+    [(64, 16, 0, 3), (50, 16, 0, 3), (7, 16, -40, 0), (5, 1, 14, 0), (2048, 32, 14, 0), (2047, 32, 0, 60)],
+)
+def test_the_chunked_gated_delta_rule_is_its_recurrence(
+    tokens: int, chunk: int, middle: int, spread: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(1, 2, *shape, generator=generator, dtype=torch.float64)
+
+    q, k, v = (draw(tokens, size) for size in (4, 4, 6))
+    log_alpha, beta = logsigmoid(middle + spread * draw(tokens)), (3 * draw(tokens)).sigmoid()
+    inputs = [q, k / k.norm(dim=-1, keepdim=True), v, log_alpha, beta, draw(4, 6)]
+    weights, results = (draw(tokens, 6), draw(4, 6)), []
+    for rule in (partial(DELTA["gated_delta_rule"], chunk=chunk), recurrence):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        outputs, state = rule(*leaves)
+        loss = (outputs * weights[0]).sum() + (state * weights[1]).sum()
+        results.append([outputs, state, *torch.autograd.grad(loss, leaves)])
+    for chunked, expected in zip(*results, strict=True):
+        assert (chunked - expected).abs().max() <= 1e-10
+
+
+def delta_model() -> ea.LanguageModel:
+    """A language model whose attention is gated delta rules, in float64."""
+    torch.manual_seed(0)
+    model = ea.LanguageModel(16, 2, num_layers=2).double()
+    for block in model.stack.blocks:
+        block.attention = DELTA["GatedDelta"](16, 2).double()
+    return model
+
+
+def test_a_language_model_of_gated_delta_rules_continues_at_any_split() -> None:
+    model, tokens = delta_model(), torch.randint(256, (2, 75))
+    states, parts = [None], []
+    for part in tokens.split([40, 1, 34], dim=1):
+        logits, state = model.extend(part, states[-1])
+        states.append(state)
+        parts.append(logits)
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=0, atol=1e-10)
+
+
+def test_a_layer_of_a_gated_delta_rule_is_the_recurrence_of_its_projections() -> None:
+    layer, x = delta_model().stack.blocks[0].attention, torch.randn(2, 40, 16, dtype=torch.float64)
+    q, k, v = torch.einsum("btm,phdm->pbhtd", x, layer.in_proj_weight.view(3, 2, 8, 16))
+    gates = torch.einsum("btm,ghm->gbht", x, layer.gates.weight.view(2, 2, 16))
+    alpha, beta = (gates + layer.gates.bias.view(2, 1, 2, 1)).sigmoid()
+    q, k = (heads / heads.square().sum(dim=-1, keepdim=True).sqrt() for heads in (q, k))
+    outputs, _ = recurrence(q, k, v, alpha.log(), beta, torch.zeros(2, 2, 8, 8, dtype=x.dtype))
+    expected = layer.out_proj(outputs.transpose(1, 2).reshape(2, 40, 16))
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-10)
+
+
+def test_a_gated_delta_rule_passes_over_masked_tokens() -> None:
+    layer = delta_model().stack.blocks[0].attention
+    x, mask = torch.randn(2, 50, 16, dtype=torch.float64), torch.ones(2, 50, dtype=torch.bool)
+    mask[:, 10:20] = False
+    shown = layer(x, key_mask=mask)[:, mask[0]]
+    torch.testing.assert_close(shown, layer(x[:, mask[0]]), rtol=0, atol=1e-10)
+
+
+def test_the_example_of_a_gated_delta_rule_counts_the_floats_of_every_state() -> None:
+    for (method, head_dim), floats in DELTA["STATES"].items():
+        _, state = DELTA["Learner"](method, head_dim, seed=0).block.attention.extend(torch.randn(1, 96, 64))
+        # A cache also has a mask of its tokens.
+        sizes = [x.numel() for x in tree_leaves(state) if isinstance(x, Tensor) and x.is_floating_point()]
+        assert sum(sizes) == 2 * floats
+
+
+def test_the_example_of_a_gated_delta_rule_asks_for_the_values_of_earlier_keys() -> None:
+    keys, values, answers = DELTA["sequences"](3, torch.Generator().manual_seed(0))
+    pairs, queries = keys[:, None, :64], keys[:, -16:, None]
+    assert (pairs == queries).sum(dim=-1).eq(1).all() and values[:, 64:].eq(16).all()
+    assert torch.equal(values[:, :64].gather(1, (pairs == queries).int().argmax(dim=-1)), answers)
+    counts = torch.nn.functional.one_hot(values[:, :64]).sum(dim=1)
+    assert counts.eq(4).all()
+
+
+@pytest.mark.slow
+def test_the_example_of_a_gated_delta_rule_learns_and_prints_a_row_for_each_method(tmp_path) -> None:
+    accuracy = DELTA["train"](DELTA["Learner"]("gated-delta", 32, seed=0), steps=300, seed=0)
+    # Four times the chance of 1/16.
+    assert accuracy > 0.25
+    child = run(EXAMPLES / "gated_delta.py", "--quick", cwd=tmp_path)
+    assert child.returncode == 0, child.stderr
+    rows = [line.split() for line in child.stdout.splitlines()[1:]]
+    assert [(row[0], int(row[1])) for row in rows] == list(DELTA["STATES"])
+    assert all(0 <= float(row[4]) < 0.25 for row in rows)
 
 
 def stored(name: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 `GatedDelta` is a layer, because its gates come from x. It takes the place of a block's `attention`, also in a
 language model: `model.stack.blocks[0].attention = GatedDelta(64, 4)`. The task is that of
-`efficient-attn recall --causal`. The default takes two minutes of one idle core, `--quick` seconds.
+`efficient-attn recall --causal`. The default takes about a minute of one idle core, `--quick` seconds.
 """
 
 import argparse
