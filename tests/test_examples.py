@@ -70,18 +70,68 @@ def test_the_example_of_distillation_refuses_what_it_cannot_train_in_one_line(tm
     assert "Traceback" not in child.stderr
 
 
-@pytest.mark.slow
-def test_the_language_model_prints_falling_losses_a_verdict_and_writes_its_figure(tmp_path) -> None:
-    script = EXAMPLES / "train_language_model.py"
-    child = run(script, "--quick", "--backend", "window,performer-positive", cwd=tmp_path)
+def after_training(*words: object, cwd: Path) -> list[str]:
+    pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
+    child = run(EXAMPLES / "after_training.py", *words, cwd=cwd, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     assert child.returncode == 0, child.stderr
-    rows = {words[0]: words[1:] for line in child.stdout.splitlines() if (words := line.split())}
-    for backend in ("exact", "window", "performer-positive"):
-        first, last, _ = map(float, rows[backend])
-        # A uniform guess takes eight bits.
-        assert last < first < 8
-    assert "After 10 steps exact attention is at" in child.stdout
-    assert (tmp_path / "train_language_model.png").exists()
+    return child.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_the_example_after_training_measures_missing_cells_only_and_refuses_cells_of_another_plan(
+    tmp_path,
+) -> None:
+    command, path = ["--quick", "--out", "cells.jsonl", "--rows"], tmp_path / "cells.jsonl"
+    after_training(*command, "gated-delta", cwd=tmp_path)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    stages = [f"{model} {kind}" for model in ("encoder", "decoder") for kind in ("untrained", "scratch")]
+    assert {record["row"]: record["stage"] for record in records}["gated-delta"] == "decoder scratch"
+    assert {record["stage"] for record in records} == {*stages, "speed"} - {"encoder scratch"}
+    # Exact attention gives the teacher's own numbers.
+    exact = {record["stage"]: record for record in records if record["row"] == "exact"}
+    assert exact["decoder untrained"]["bits"] == exact["decoder scratch"]["bits"] < 8
+    assert exact["encoder untrained"]["cosine"] > 0.999 and exact["speed"]["512"] == 1
+
+    added = after_training(*command, "linear-hedgehog", cwd=tmp_path)
+    assert added[0].startswith("6 cells, 3 of them trained")
+    cells = [json.loads(line) for line in path.read_text().splitlines()]
+    assert cells[: len(records)] == records and len(cells) == len(records) + 6
+    hedgehog = {cell["stage"]: cell for cell in cells if cell["row"] == "linear-hedgehog"}
+    assert hedgehog["encoder distilled"]["error"] < hedgehog["encoder untrained"]["error"]
+    assert hedgehog["decoder distilled"]["steps"] > 0 == hedgehog["decoder untrained"]["steps"]
+
+    words = [EXAMPLES / "after_training.py", "model", "--out", "cells.jsonl"]
+    child = run(*words, cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert child.returncode == 1 and "another plan" in child.stderr and "Traceback" not in child.stderr
+
+
+@pytest.mark.slow
+def test_the_table_after_training_has_medians_ranges_orders_and_verdicts(tmp_path) -> None:
+    # Untrained and distilled cosines by seed: hedgehog rises beyond its range, linformer does not.
+    cosines = {
+        "window": [(0.9, 0.8, 0.7)],
+        "linformer": [(0.5, 0.4, 0.6), (0.55, 0.65, 0.75)],
+        "linear-hedgehog": [(0.1, 0.2, 0.3), (0.95, 0.91, 0.85)],
+    }
+    lines = []
+    for row, stages in cosines.items():
+        for kind, numbers in zip(("untrained", "distilled"), stages, strict=False):
+            cell = {"row": row, "stage": f"encoder {kind}", "minutes": 2.0}
+            lines += [json.dumps(cell | {"seed": i, "cosine": x}) for i, x in enumerate(numbers)]
+    lines.append(json.dumps({"row": "window", "seed": 0, "stage": "speed", "512": 2.0}))
+    for name, part in (("first", lines), ("second", lines[:3])):
+        (tmp_path / name).write_text("\n".join(part) + "\n")
+    table = after_training("--table", "first", "second", cwd=tmp_path)
+    assert "| `window` | 0.800 (0.700 to 0.900) | no parameters | no parameters |" in table
+    assert "| `linformer` | 0.500 (0.400 to 0.600) | 0.650 (0.550 to 0.750) | 2.0 (2.0 to 2.0) |" in table
+    assert "- untrained (rank correlation 1.00): window > linformer > linear-hedgehog" in table
+    # Ranks 3, 2, 1 become 2, 1, 3: correlation 1 - 6 (1 + 1 + 4) / (3 · 8).
+    assert "- distilled (rank correlation -0.50): linear-hedgehog > window > linformer" in table
+    assert "| `window` | 2.00 | – | – | – |" in table
+    verdicts = {line.split("`")[1]: line for line in table if line.startswith("- `")}
+    assert verdicts["linear-hedgehog"].endswith("encoder cosine yes.")
+    assert verdicts["linformer"].endswith("encoder cosine no.")
+    assert "is not distilled" in verdicts["window"]
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor, state: Tensor) -> Any:

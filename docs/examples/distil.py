@@ -15,6 +15,7 @@ It takes minutes for an encoder of 22 million parameters on one CPU core, second
 import argparse
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +44,7 @@ def main() -> None:
     exact = hidden_states(model, held_out)
     attach(model, args.backend, max_tokens=windows.shape[1], **args.options)
     cosines = [report("untrained", hidden_states(model, held_out), exact)]
-    distil(model, train, args)
+    distil(model, train, args.learning_rate, args)
     cosines.append(report("distilled", hidden_states(model, held_out), exact))
     if args.lora:
         model = add_lora(model, train, args)
@@ -57,8 +58,8 @@ def main() -> None:
     print(f"verdict: {'holds' if rises else 'does not hold'}")
 
 
-def distil(model: nn.Module, windows: Tensor, args: argparse.Namespace) -> None:
-    """Train the parameters of all backends on the sum of the losses of their layers.
+def distil(model: nn.Module, windows: Tensor, rate: float, args: argparse.Namespace) -> int:
+    """Train the parameters of all backends on the sum of the losses of their layers; the number of steps.
 
     Layers share no parameters and Adam scales each by itself, so that every layer trains as if alone.
     """
@@ -67,10 +68,7 @@ def distil(model: nn.Module, windows: Tensor, args: argparse.Namespace) -> None:
     if not parameters:
         raise SystemExit(f"{args.backend} has no parameters; linear-hedgehog and linformer have.")
 
-    def loss(ids: Tensor) -> Tensor:
-        return distillation_loss(model, input_ids=ids)
-
-    minimise(loss, parameters, windows, args.learning_rate, args)
+    return minimise(lambda ids: distillation_loss(model, input_ids=ids), parameters, windows, rate, args)
 
 
 def add_lora(model: nn.Module, windows: Tensor, args: argparse.Namespace) -> Any:
@@ -98,20 +96,18 @@ def add_lora(model: nn.Module, windows: Tensor, args: argparse.Namespace) -> Any
 
 
 def minimise(
-    loss: Callable[[Tensor], Tensor],
-    parameters: list[nn.Parameter],
-    windows: Tensor,
-    learning_rate: float,
-    args: argparse.Namespace,
-) -> None:
-    """Adam with a cosine decay to zero, on random windows in each step."""
-    optimiser = torch.optim.Adam(parameters, learning_rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, args.steps)
-    for _ in range(args.steps):
+    loss: Callable[[Tensor], Tensor], parameters: Any, windows: Tensor, rate: float, args: argparse.Namespace
+) -> int:
+    """Adam on random windows, with a cosine decay to zero at the last step or minute; the number of steps."""
+    optimiser = torch.optim.Adam(parameters)
+    step, start = 0, time.process_time()
+    while (share := max(step / args.steps, (time.process_time() - start) / 60 / args.minutes)) < 1:
+        optimiser.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * share)) / 2
         optimiser.zero_grad()
         loss(windows[torch.randint(len(windows), (args.batch,))]).backward()
         optimiser.step()
-        schedule.step()
+        step += 1
+    return step
 
 
 @torch.no_grad()
@@ -155,6 +151,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=256, help="Tokens per window.")
     parser.add_argument("--held-out", type=int, default=2, help="Held-out windows at the end.")
     parser.add_argument("--steps", type=int, default=300, help="Training steps, also of LoRA.")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="Most processor time of a training.")
     parser.add_argument("--batch", type=int, default=2, help="Windows per step.")
     parser.add_argument("--learning-rate", type=float, default=0.1, help="Peak rate; linformer: 0.001.")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="Rank of LoRA; 0: none.")
