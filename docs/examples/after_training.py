@@ -44,11 +44,10 @@ KINDS = ("untrained", "distilled", "scratch")
 # Model, number of its records, 1 if larger is better, and decimals.
 MEASURES = (("encoder", "cosine", 1, 3), ("encoder", "error", -1, 2))
 MEASURES += (("decoder", "bits", -1, 3), ("decoder", "recall", 1, 3))
-DATA = Path(ea.__file__).parent / "data"
 PROSE = ("alice", "pride", "sawyer", "opticks", "moby", "origin")
 TOKENS, SEQ_LENS = 512, (512, 1024, 2048, 4096)
 MODEL_DIM, NUM_HEADS, NUM_LAYERS, SIZE = 64, 4, 2, 64
-BATCH, HELD_OUT_WINDOWS, DISTILLATION_WINDOWS, PEAK_RATE, WARMUP = 8, 64, 8192, 0.01, 20
+BATCH, PEAK_RATE, WARMUP = 8, 0.01, 20
 # Steps from scratch per minute of distillation, about a minute with exact attention.
 STEPS_PER_MINUTE = 1250
 
@@ -77,7 +76,7 @@ def encoder(row: str, seed: int, stage: str, args: argparse.Namespace) -> dict[s
     torch.manual_seed(seed)
     held_out = [PROSE[(2 * seed + number) % len(PROSE)] for number in (0, 1)]
     texts = ["types", *(name for name in PROSE if name not in held_out), *held_out]
-    paths = [DATA / f"{name}.txt" for name in texts]
+    paths = [Path(ea.__file__).parent / f"data/{name}.txt" for name in texts]
     model, ids = tiny_model() if args.quick else load_model(args.model, paths, TOKENS)
     learned, unseen = ids[:-2], ids[-2:]
     exact = hidden_states(model, unseen)
@@ -98,28 +97,17 @@ def library() -> list[Tensor]:
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     paths = sorted(path for path in root.rglob("*.py") if not left_out & {*path.relative_to(root).parts})
     files = [path.read_bytes() for path in paths]
-    learned = b"\n".join(file for number, file in enumerate(files) if number % 10)
-    parts = learned, b"\n".join(files[::10])
-    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
-
-
-def windows(text: Tensor, count: int, seq_len: int, generator: torch.Generator) -> Tensor:
-    """Random windows [count seq_len+1] of a text."""
-    starts = torch.randint(len(text) - seq_len, (count, 1), generator=generator)
-    return text[starts + torch.arange(seq_len + 1)].long()
-
-
-def repeated(ids: Tensor, generator: torch.Generator) -> Tensor:
-    """Windows of bytes in random order, whose second half repeats the first."""
-    passages = ids[:, : ids.shape[1] // 2]
-    passages = passages.gather(1, torch.rand(passages.shape, generator=generator).argsort(dim=1))
-    return torch.cat([passages, passages, ids[:, 2 * passages.shape[1] :]], dim=1)
+    parts = [file for number, file in enumerate(files) if number % 10], files[::10]
+    return [torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8) for part in parts]
 
 
 def examples(text: Tensor, count: int, seq_len: int, generator: torch.Generator) -> Tensor:
-    """Random windows, every second of them `repeated`."""
-    ids = windows(text, count, seq_len, generator)
-    ids[::2] = repeated(ids[::2], generator)
+    """Random windows [count seq_len+1]; every second one is a passage in random order and its repeat."""
+    starts = torch.randint(len(text) - seq_len, (count, 1), generator=generator)
+    ids = text[starts + torch.arange(seq_len + 1)].long()
+    passages = ids[::2, : seq_len // 2]
+    passages = passages.gather(1, torch.rand(passages.shape, generator=generator).argsort(dim=1))
+    ids[::2, : seq_len // 2 * 2] = passages.repeat(1, 2)
     return ids
 
 
@@ -136,10 +124,6 @@ def language_model(row: str, *, seed: int) -> ea.LanguageModel:
     return model
 
 
-def nats_per_byte(model: ea.LanguageModel, ids: Tensor) -> Tensor:
-    return F.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:])
-
-
 def train(
     model: ea.LanguageModel, text: Tensor, steps: int, seq_len: int, generator: torch.Generator
 ) -> None:
@@ -149,7 +133,7 @@ def train(
         ids = examples(text, BATCH, seq_len, generator)
         optimiser.param_groups[0]["lr"] = PEAK_RATE * min(step / WARMUP, math.sqrt(WARMUP / step))
         optimiser.zero_grad()
-        nats_per_byte(model, ids).backward()
+        F.cross_entropy(model(ids[:, :-1]).mT, ids[:, 1:]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
 
@@ -176,29 +160,28 @@ def decoder(row: str, seed: int, stage: str, args: argparse.Namespace) -> dict[s
     learned, held_out = library()
     generator = torch.Generator().manual_seed(seed)
     steps, seq_len = (4, 32) if args.quick else (round(STEPS_PER_MINUTE * args.minutes), 256)
-    unseen = windows(held_out, HELD_OUT_WINDOWS, seq_len, generator)
-    repeats, sample = repeated(unseen, generator), examples(learned, BATCH, seq_len, generator)
+    unseen, sample = (examples(text, 128, seq_len, generator) for text in (held_out, learned))
     weights, model = args.out.with_suffix(f".{seed}.safetensors"), language_model(row, seed=seed)
     if stage != "decoder scratch":
         model.load_state_dict(load_file(weights), strict=False)
         steps = 0
-    ea.calibrate(model, sample[:, :-1])
+    ea.calibrate(model, sample[:BATCH, :-1])
     if stage == "decoder scratch":
         train(model, learned, steps, seq_len, generator)
     elif stage == "decoder distilled":
         teacher = language_model("exact", seed=seed)
         teacher.load_state_dict(load_file(weights))
         students = nn.ModuleList(block.attention.backend for block in model.stack.blocks)
-        ids = examples(learned, DISTILLATION_WINDOWS, seq_len, generator)
+        ids = examples(learned, 8192, seq_len, generator)
         steps = minimise(distillation(teacher, students), students.parameters(), ids, RATES[row], args)
     if (row, stage) == ("exact", "decoder scratch"):
         save_file(model.state_dict(), weights)
-    half = unseen.shape[1] // 2
     with torch.no_grad():
-        bits = [nats_per_byte(model, part) / math.log(2) for part in unseen.split(BATCH)]
-        hits = [model(part[:, :-1]).argmax(dim=-1) == part[:, 1:] for part in repeats.split(BATCH)]
-    recall = torch.cat(hits)[:, half : 2 * half - 1].float().mean()
-    return {"bits": float(torch.stack(bits).mean()), "recall": float(recall), "steps": steps}
+        logits = torch.cat([model(part[:, :-1]) for part in unseen.split(BATCH)])
+    bits = F.cross_entropy(logits[1::2].mT, unseen[1::2, 1:]) / math.log(2)
+    repeats = slice(seq_len // 2, seq_len // 2 * 2 - 1)
+    hits = logits[::2, repeats].argmax(dim=-1) == unseen[::2, 1:][:, repeats]
+    return {"bits": float(bits), "recall": float(hits.float().mean()), "steps": steps}
 
 
 def speed(row: str, seed: int, stage: str, args: argparse.Namespace) -> dict[str, float]:
