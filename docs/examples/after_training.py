@@ -48,6 +48,7 @@ PROSE = ("alice", "pride", "sawyer", "opticks", "moby", "origin")
 TOKENS, SEQ_LENS = 512, (512, 1024, 2048, 4096)
 MODEL_DIM, NUM_HEADS, NUM_LAYERS, SIZE = 64, 4, 2, 64
 BATCH, PEAK_RATE, WARMUP = 8, 0.01, 20
+Values = dict[tuple[str, str, str], list[float]]
 # Steps from scratch per minute of distillation, about a minute with exact attention.
 STEPS_PER_MINUTE = 1250
 
@@ -88,7 +89,8 @@ def encoder(row: str, seed: int, stage: str, args: argparse.Namespace) -> dict[s
     with torch.no_grad():
         error = (distillation_loss(model, input_ids=unseen) / len(backends)).sqrt()
     cosine = report(row, hidden_states(model, unseen), exact)
-    return {"cosine": cosine, "error": float(error), "steps": steps, "held_out": held_out}
+    about = {"model": "tiny" if args.quick else args.model.name, "held_out": held_out, "steps": steps}
+    return {"cosine": cosine, "error": float(error), **about}
 
 
 def library() -> list[Tensor]:
@@ -202,6 +204,8 @@ def speed(row: str, seed: int, stage: str, args: argparse.Namespace) -> dict[str
 def measure(args: argparse.Namespace) -> None:
     """Append a record for each missing cell."""
     plan = {"minutes_planned": args.minutes, "quick": args.quick, "torch": torch.__version__}
+    # Its library is the text of the decoder.
+    plan["python"] = sysconfig.get_python_version()
     records = [json.loads(line) for line in args.out.open()] if args.out.exists() else []
     if any(record[name] != plan[name] for record in records for name in plan):
         raise SystemExit(f"{args.out} holds cells of another plan or torch: name a new --out.")
@@ -226,9 +230,6 @@ def measure(args: argparse.Namespace) -> None:
         with args.out.open("a") as file:
             print(json.dumps(record), file=file)
         print(json.dumps(record), flush=True)
-
-
-Values = dict[tuple[str, str, str], list[float]]
 
 
 def table(paths: list[Path]) -> Iterator[str]:
@@ -289,9 +290,7 @@ def verdict(values: Values, row: str) -> str:
     """Sentence on distillation, or on training from scratch for a method without parameters."""
     if row not in RATES:
         bits = [span(values[name, "decoder scratch", "bits"], 3) for name in (row, "exact")]
-        return (
-            f"- `{row}` is not distilled. From scratch: {bits[0]} bits per byte; exact attention: {bits[1]}."
-        )
+        return f"- `{row}` is not distilled; from scratch {bits[0]} bits per byte, exact attention {bits[1]}."
     answers = []
     for model, name, sign, _ in MEASURES:
         before = [sign * x for x in values[row, f"{model} untrained", name]]
