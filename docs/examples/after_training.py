@@ -24,7 +24,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -48,7 +47,8 @@ PROSE = ("alice", "pride", "sawyer", "opticks", "moby", "origin")
 TOKENS, SEQ_LENS = 512, (512, 1024, 2048, 4096)
 MODEL_DIM, NUM_HEADS, NUM_LAYERS, SIZE = 64, 4, 2, 64
 BATCH, PEAK_RATE, WARMUP = 8, 0.01, 20
-Values = dict[tuple[str, str, str], list[float]]
+# Numbers by seed, of each row, stage and name.
+Values = dict[tuple[str, str, str], dict[int, float]]
 # Steps from scratch per minute of distillation, about a minute with exact attention.
 STEPS_PER_MINUTE = 1250
 
@@ -162,19 +162,19 @@ def decoder(row: str, seed: int, stage: str, args: argparse.Namespace) -> dict[s
     learned, held_out = library()
     generator = torch.Generator().manual_seed(seed)
     steps, seq_len = (4, 32) if args.quick else (round(STEPS_PER_MINUTE * args.minutes), 256)
-    unseen, sample = (examples(text, 128, seq_len, generator) for text in (held_out, learned))
+    unseen = examples(held_out, 128, seq_len, generator)
+    ids = examples(learned, 8192, seq_len, generator)
     weights, model = args.out.with_suffix(f".{seed}.safetensors"), language_model(row, seed=seed)
     if stage != "decoder scratch":
         model.load_state_dict(load_file(weights), strict=False)
         steps = 0
-    ea.calibrate(model, sample[:BATCH, :-1])
+    ea.calibrate(model, ids[:BATCH, :-1])
     if stage == "decoder scratch":
         train(model, learned, steps, seq_len, generator)
     elif stage == "decoder distilled":
         teacher = language_model("exact", seed=seed)
         teacher.load_state_dict(load_file(weights))
         students = nn.ModuleList(block.attention.backend for block in model.stack.blocks)
-        ids = examples(learned, 8192, seq_len, generator)
         steps = minimise(distillation(teacher, students), students.parameters(), ids, RATES[row], args)
     if (row, stage) == ("exact", "decoder scratch"):
         save_file(model.state_dict(), weights)
@@ -189,14 +189,10 @@ def decoder(row: str, seed: int, stage: str, args: argparse.Namespace) -> dict[s
 def speed(row: str, seed: int, stage: str, args: argparse.Namespace) -> dict[str, float]:
     """Speed-ups over exact attention on q, k and v of an encoder, 12 heads of 32."""
     backend, options = backend_of(row)
-    results = ea.bench(
-        list(dict.fromkeys(["exact", backend])),
-        seq_lens=SEQ_LENS[: 1 if args.quick else None],
-        options={backend: {name: [value] for name, value in options.items()}},
-        inputs="encoder",
-        threads=1,
-        rounds=1 if args.quick else 5,
-    )
+    variants = {backend: {name: [value] for name, value in options.items()}}
+    names, rounds = list(dict.fromkeys(["exact", backend])), 1 if args.quick else 5
+    lengths = SEQ_LENS[: 1 if args.quick else None]
+    results = ea.bench(names, seq_lens=lengths, options=variants, inputs="encoder", threads=1, rounds=rounds)
     times = results.to_pandas().query("kind == 'time'").set_index(["tokens", "backend"])["time_s"].unstack()
     return {str(tokens): ratio for tokens, ratio in (times["exact"] / times[backend]).items()}
 
@@ -210,14 +206,13 @@ def measure(args: argparse.Namespace) -> None:
     if any(record[name] != plan[name] for record in records for name in plan):
         raise SystemExit(f"{args.out} holds cells of another plan or torch: name a new --out.")
     # The teacher is the exact model trained from scratch.
-    stages = [f"{model} {kind}" for model in ("decoder", "encoder") for kind in reversed(KINDS)]
+    models = ("decoder", "encoder") if args.model or args.quick else ("decoder",)
+    stages = [f"{model} {kind}" for model in models for kind in reversed(KINDS)]
     rows = dict.fromkeys(["exact", *args.rows])
     cells = [(row, seed, stage) for seed in range(args.seeds) for row in rows for stage in stages]
     cells += [(row, 0, "speed") for row in rows]
     stored = [(record["row"], record["seed"], record["stage"]) for record in records]
     cells = [cell for cell in cells if cell not in stored and not obstacle(cell[0], cell[2])]
-    if not (args.model or args.quick):
-        cells = [cell for cell in cells if not cell[2].startswith("encoder")]
     trained = sum(stage.endswith(("distilled", "scratch")) for _, _, stage in cells)
     minutes = trained * args.minutes + 0.1 * len(cells)
     print(f"{len(cells)} cells, {trained} of them trained: about {minutes:.0f} processor minutes", flush=True)
@@ -236,11 +231,10 @@ def table(paths: list[Path]) -> Iterator[str]:
     """Lines of Markdown: tables, orders of the methods and verdicts."""
     records = [json.loads(line) for path in paths for line in path.read_text("utf-8").splitlines()]
     # Each file has its teachers.
-    unique = {(record["row"], record["seed"], record["stage"]): record for record in records}
-    values: Values = defaultdict(list)
-    for (row, _, stage), record in unique.items():
+    values: Values = defaultdict(dict)
+    for record in records:
         for name, value in record.items():
-            values[row, stage, name].append(value)
+            values[record["row"], record["stage"], name][record["seed"]] = value
     rows = [row for row in ROWS if any(record["row"] == row for record in records)]
     for model, name, sign, decimals in MEASURES:
         stages = [f"{model} {kind}" for kind in KINDS if f"{model} {kind}" != "encoder scratch"]
@@ -261,11 +255,12 @@ def markdown(title: str, rows: list[str], columns: dict[str, Any], values: Value
     yield ""
 
 
-def span(numbers: list[float], decimals: int) -> str:
+def span(cell: dict[int, float], decimals: int) -> str:
     """Median and range over seeds."""
-    if not numbers:
+    if not cell:
         return "–"
-    middle, *ends = (f"{x:.{decimals}f}" for x in (median(numbers), min(numbers), max(numbers)))
+    numbers = sorted(cell.values())
+    middle, *ends = (f"{x:.{decimals}f}" for x in (median(numbers), numbers[0], numbers[-1]))
     return middle if len(numbers) == 1 else f"{middle} ({' to '.join(ends)})"
 
 
@@ -273,16 +268,15 @@ def orders(values: Values, rows: list[str], model: str, name: str, sign: int) ->
     """Methods from the best to the worst, and Spearman's correlations with their untrained order."""
     frame = pd.DataFrame(index=rows)
     for kind in KINDS:
-        numbers = {row: values[row, f"{model} {kind}", name] for row in rows}
-        medians = {row: sign * median(cell) for row, cell in numbers.items() if cell}
-        frame[kind] = pd.Series(medians, dtype=float)
+        cells = [pd.Series(values[row, f"{model} {kind}", name], dtype=float) for row in rows]
+        frame[kind] = [sign * cell.median() for cell in cells]
     # Distillation leaves methods without parameters as they are.
     frame["distilled"] = frame["distilled"].fillna(frame["untrained"])
     for kind in frame.dropna(axis="columns", how="all"):
         order = " > ".join(frame[kind].dropna().sort_values(ascending=False, kind="stable").index)
         # Spearman's correlation is Pearson's of the ranks.
-        ranks = frame[["untrained", kind]].dropna().rank().to_numpy()
-        yield f"- {kind} (rank correlation {np.corrcoef(ranks.T)[0, 1]:.2f}): {order}"
+        ranks = frame[["untrained", kind]].dropna().rank()
+        yield f"- {kind} (rank correlation {ranks.corr().iloc[0, 1]:.2f}): {order}"
     yield ""
 
 
@@ -293,8 +287,8 @@ def verdict(values: Values, row: str) -> str:
         return f"- `{row}` is not distilled; from scratch {bits[0]} bits per byte, exact attention {bits[1]}."
     answers = []
     for model, name, sign, _ in MEASURES:
-        before = [sign * x for x in values[row, f"{model} untrained", name]]
-        after = [sign * x for x in values[row, f"{model} distilled", name]]
+        before = [sign * x for x in values[row, f"{model} untrained", name].values()]
+        after = [sign * x for x in values[row, f"{model} distilled", name].values()]
         if before and after:
             answers.append(f"{model} {name} {'yes' if min(after) > max(before) else 'no'}")
     return f"- `{row}`: distilled is better than untrained beyond the range of seeds: {', '.join(answers)}."
