@@ -130,3 +130,13 @@ def test_the_size_of_a_backend_with_a_rank_is_its_rank():
     ranks = {r.case.backend: (sized(r.case).size, r.weights_rank) for r in records[1:]}
     sizes = dict.fromkeys(["linformer", "performer-trig", "nystrom"], (4, 4))
     assert ranks == sizes | {"linear-elu": (None, 4)}
+
+
+def test_a_benchmark_names_the_nearest_backend_with_a_floor_beside_one_without_a_rank():
+    setting = {"inputs": "encoder", "layers": [1], "seq_lens": 32, "rounds": 1, "isolate": "none"}
+    results = ea.bench(["exact", "window", "performer-full"], options={"window": {"window": [49]}}, **setting)
+    errors = [r for r in results.records if r.case.kind == "error"]
+    ranked = [replace(r, weights_floor=0.002) if r.weights_rank == 256 else r for r in errors]
+    text = " ".join(ea.Results(ranked, environment={"study": "bench"}).sentences())
+    assert "Closest: window(window=49) (error " in text
+    assert "). Of limited rank: performer-full (error " in text and "cannot err less than 0.002)" in text

@@ -101,6 +101,11 @@ def _verdict(comparison: Comparison, limit: float, run: Run[Settled], place: str
         floor = _floor_words(nearest, comparison)
         choice = " of the faster" * (nearest.speed is not None)
         parts.append(f"{'next' if near else 'closest'}{choice}: {_in_words(nearest, floor)}")
+        # The nearest backend may read keys one by one, without a bound on its rank.
+        ranked = [row for row in useful if _floor_words(row, comparison)]
+        if ranked and not floor:
+            best = min(ranked, key=lambda row: row.largest or 0.0)
+            parts.append(f"of limited rank: {_in_words(best, _floor_words(best, comparison))}")
         uniform = comparison.row(UNIFORM_ATTENTION)
         measured = [row.errors.get(comparison.tokens) for row in (nearest, uniform) if row]
         errors = [error.worst for error in measured if error is not None]
