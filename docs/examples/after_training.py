@@ -5,12 +5,10 @@
 
 The encoder is one of sentence-transformers, such as all-MiniLM-L6-v2, at 512 tokens with default sizes. It is
 distilled by `distil.py` and judged by its embeddings of two held-out texts. The decoder is a language model
-of bytes at 256 bytes and size 64, trained on the sources of Python's standard library. In half of its windows
-the second half repeats the first, bytes in random order; copy recall is the accuracy on such repeats. From
-scratch, all models take equally many steps.
+of bytes at 256 bytes and size 64 that reads Python's standard library. In half of its windows the second
+half repeats the first, bytes in random order: copy recall is the accuracy there. All take the same steps.
 
-Each cell is a line of `--out`; a second call measures the missing ones. The default takes about 90 minutes
-of one idle core, `--quick` seconds.
+Each cell is a line of `--out`; a second call measures missing cells. All take about 90 minutes of one core.
 """
 
 import argparse
@@ -211,8 +209,7 @@ def measure(args: argparse.Namespace) -> None:
     stored = [(record["row"], record["seed"], record["stage"]) for record in records]
     cells = [cell for cell in cells if cell not in stored and not obstacle(cell[0], cell[2])]
     trained = sum(stage.endswith(("distilled", "scratch")) for _, _, stage in cells)
-    minutes = f"{trained * args.minutes:.0f} processor minutes and more"
-    print(f"{len(cells)} cells, {trained} of them trained: {minutes}", flush=True)
+    print(f"{len(cells)} cells, {trained} of them trained, {args.minutes * trained:g} minutes", flush=True)
     functions = {"encoder": encoder, "decoder": decoder, "speed": speed}
     for row, seed, stage in cells:
         start = time.process_time()
@@ -227,7 +224,6 @@ def measure(args: argparse.Namespace) -> None:
 def table(paths: list[Path]) -> Iterator[str]:
     """Lines of Markdown: tables, orders of the methods and verdicts."""
     records = [json.loads(line) for path in paths for line in path.read_text("utf-8").splitlines()]
-    # Each file has its teachers.
     values: Values = defaultdict(dict)
     for record in records:
         for name, value in record.items():

@@ -8,8 +8,7 @@ Layer-wise distillation (Zhang et al. 2024, section 4.2): the model runs with ex
 backend of each layer learns the exact output from the exact q, k and v. The model keeps its weights.
 `--lora RANK` (Hu et al. 2022) then trains the projections around the backends end to end; it needs peft.
 
-It takes minutes for an encoder of 22 million parameters on one CPU core, seconds for the tiny random model of
-`--quick`. `efficient_attn.integrations.transformers.load("distilled")` reads what `--out` wrote.
+`efficient_attn.integrations.transformers.load("distilled")` reads `--out`. `--quick` takes seconds.
 """
 
 import argparse
@@ -74,8 +73,7 @@ def distil(model: nn.Module, windows: Tensor, rate: float, args: argparse.Namesp
 def add_lora(model: nn.Module, windows: Tensor, args: argparse.Namespace) -> Any:
     """Train low-rank additions to the projections on ‖h − h₀‖² / ‖h₀‖², and merge them.
 
-    h are the last hidden states; h₀ are the same of the original model, without additions and with exact
-    attention. The backends stay as they are.
+    h₀ are the last hidden states h of the original model with exact attention. Backends stay as they are.
     """
     try:
         from peft import LoraConfig, get_peft_model
