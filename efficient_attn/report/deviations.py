@@ -24,14 +24,26 @@ def deviation_table(records: Iterable[Record], quantity: str) -> list[Table]:
     """
     rows, measured = [], [record for record in records if record.output_correlation is not None]
     for record in measured:
-        draws = [record.measured[f"{name}_draws"] for name in (quantity, *_QUANTITIES)]
-        heads = [c for _, c, *_ in json.loads(record.output_by_head or "[]") if c is not None]
-        spread = f"{min(heads):.2f} to {max(heads):.2f}" if heads else NOT_MEASURED
-        cells = [show_error(middle(values)[0]) for values in draws]
-        rows.append((record.case.label, *cells, spread, "bland" if bland(record) else ""))
+        cells = [_cell(record, name) for name in (quantity, *_QUANTITIES)]
+        rows.append((record.case.label, *cells, _spread(record), "bland" if bland(record) else ""))
     if not rows:
         return []
     case = measured[0].case
     title = f"Deviation from uniform attention: {describe(case.inputs)}; {case.tokens} tokens"
     note = f"{CORRELATION_NOTE} ρ: ratio of their norms, best at c; rescaled: the error at ρ = c."
     return [Table(title, _COLUMNS, tuple(rows), (note,), detail=True)]
+
+
+def _cell(record: Record, name: str) -> str:
+    # A draw that was not finite is null in the file.
+    draws = [draw for draw in record.measured.get(f"{name}_draws") or () if draw is not None]
+    return show_error(middle(draws)[0]) if draws else NOT_MEASURED
+
+
+def _spread(record: Record) -> str:
+    """Range of the correlations of heads; a damaged text of a file has none."""
+    try:
+        heads = [float(c) for _, c, *_ in json.loads(record.output_by_head or "[]") if c is not None]
+    except (ValueError, TypeError, RecursionError):
+        heads = []
+    return f"{min(heads):.2f} to {max(heads):.2f}" if heads else NOT_MEASURED

@@ -10,7 +10,9 @@ from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.measure import accuracy
 from efficient_attn.measure.error import read_shares
 from efficient_attn.measure.inputs import gaussian
+from efficient_attn.measure.record import replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
+from efficient_attn.report.deviations import deviation_table
 from efficient_attn.stats.estimates import bland
 from efficient_attn.studies.mse.view import panels
 
@@ -172,3 +174,11 @@ def test_the_size_from_which_unbiased_features_are_nearer_is_named(sizes, senten
     nearer = [chi.value < fixed.value for chi, fixed in zip(*panel.curves.values(), strict=True)]
     assert nearer == [False, sizes[-1] == 1024]
     assert sentence in results.sentences()
+
+
+@pytest.mark.parametrize("heads", ["no JSON", "[1, 2]", '[[1, "c"]]'])
+def test_a_damaged_record_has_a_row_of_deviations_without_the_lost_numbers(heads):
+    record = ea.mse(["window"], **SMALL).records[-1]
+    values = {"output_by_head": heads, "output_relative_error_draws": (None,)}
+    (table,) = deviation_table([replace(record, **values)], "output_relative_error")
+    assert table.rows[0][1] == table.rows[0][5] == "–"
