@@ -17,7 +17,7 @@ from reference import relative_error
 import efficient_attn as ea
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, UnsupportedError
-from efficient_attn.integrations.transformers import attach, load
+from efficient_attn.integrations.transformers import attach, distillation_loss, load
 from efficient_attn.integrations.transformers.loading import open_model
 
 BATCH = inputs()
@@ -81,19 +81,48 @@ def test_a_saved_model_is_loaded_with_its_backends_options_and_state_and_saved_a
     assert_same(load(tmp_path / "shards"), model)
 
 
+# Logits of the loaded model, and of a plain model with the same backend and the tensors of the file.
+NEW_PROCESS = """
+import json, sys
+import torch, transformers
+from safetensors.torch import load_file
+from efficient_attn.integrations.transformers import attach, load
+torch.set_num_threads(1)
+folder, ids, (backend, options) = sys.argv[1], *map(json.loads, sys.argv[2:])
+loaded = load(folder)
+plain = type(loaded).from_pretrained(folder, attn_implementation="sdpa")
+attach(plain, backend, **options).load_state_dict(load_file(f"{folder}/model.safetensors"), strict=False)
+torch.save([model(torch.tensor(ids)).logits for model in (loaded, plain)], f"{folder}/out")
+"""
+
+
 @pytest.mark.slow
-def test_a_plan_with_a_dtype_for_each_head_gives_the_same_bits_in_a_new_process(tmp_path):
-    ids, plan = inputs()["input_ids"], tmp_path / "layers.json"
-    plan.write_text(json.dumps(attach(llama(), "by-head", **DTYPES).config.efficient_attn))
-    model = attach(llama(), plan)
+@pytest.mark.parametrize(
+    ("make", "backend", "options"),
+    [
+        (bert, "linformer", {"rank": 8}),
+        (bert, "linear-hedgehog", {}),
+        (llama, "performer-full", {"num_features": 16}),
+        (llama, "performer-full", {"num_features": 16, "norms": "fixed"}),
+        (llama, "by-head", DTYPES),
+    ],
+)
+def test_distilled_and_calibrated_backends_give_the_same_bits_in_a_new_process(
+    make, backend, options, tmp_path
+):
+    ids = inputs()["input_ids"]
+    model = attach(make(), backend, **options)
+    ea.calibrate(model, ids)
+    parameters = [parameter for name, parameter in model.named_parameters() if ".efficient_attn." in name]
+    if parameters:
+        distillation_loss(model, input_ids=ids).backward()
+        torch.optim.Adam(parameters, lr=0.1).step()
     model.save_pretrained(tmp_path)
-    code = (
-        "import torch; from efficient_attn.integrations.transformers import load; torch.set_num_threads(1); "
-        f"torch.save(load({str(tmp_path)!r})(torch.tensor({ids.tolist()})).logits, {str(tmp_path / 'out')!r})"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
-    out = torch.load(tmp_path / "out", weights_only=True)
-    assert torch.equal(out, model(ids).logits)
+    words = [str(tmp_path), json.dumps(ids.tolist()), json.dumps([backend, options])]
+    subprocess.run([sys.executable, "-c", NEW_PROCESS, *words], check=True, timeout=600)
+    expected = model(ids).logits
+    for out in torch.load(tmp_path / "out", weights_only=True):
+        assert torch.equal(out, expected)
 
 
 def test_a_dtype_of_exact_attention_reaches_the_windows_of_sliding_layers():
