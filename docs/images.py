@@ -30,19 +30,24 @@ RECORDS = {
     "recall": "recall-default",
     "speed": "bench-others",
 }
+# Cells of docs/examples/after_training.py.
+TRAINED = "after-training"
+STAGES = ("untrained", "distilled", "scratch")
 # Computed from the shipped activations alone, by the command of the first page.
 SHOWN = "show"
 
 
 def names() -> list[str]:
     """All pictures."""
-    return sorted([*RECORDS, SHOWN])
+    return sorted([*RECORDS, TRAINED, SHOWN])
 
 
 def sources(name: str) -> Iterator[Path]:
     """Files that decide a picture, drawing code aside."""
     if name in RECORDS:
         yield from (RUNS / RECORDS[name] / file for file in ("records.jsonl", "environment.json"))
+    elif name == TRAINED:
+        yield RUNS / TRAINED / "cells.jsonl"
     else:
         yield from sorted(DATA.glob("*.safetensors"))
 
@@ -73,7 +78,7 @@ def content(name: str, drawn: Any) -> str:
     texts = {" ".join(part.get_text().split()) for part in shown if isinstance(part, Text)}
     points = [part.get_xydata() for part in shown if isinstance(part, Line2D)]
     points += [part.get_offsets() for part in shown if isinstance(part, PathCollection)]
-    if name in RECORDS:
+    if name != SHOWN:
         values = {f"{x:.3g} {y:.3g}" for part in points for x, y in part}
     else:
         # Another processor rounds products otherwise, which moves computed numbers in their last digits.
@@ -114,6 +119,46 @@ def floor(records: Sequence[Any]) -> Any:
     return Plot("Error of the attention weights", text, ((Chart(x, y, tuple(series), height=3.4),),))
 
 
+def after_training() -> Any:
+    """Quality of an encoder against speed, and of a decoder by stage: medians over seeds."""
+    from efficient_attn.report.figures import Axis, Chart, Plot, Series, line_styles
+
+    cells = runpy.run_path(str(HERE / "record.py"))["cells"]()
+
+    def value(row: str, stage: str, name: str) -> float | None:
+        return cells.get((row, stage), {}).get(name)
+
+    rows = dict.fromkeys(row for row, _ in cells)
+    styles = line_styles([(row, row.partition("(")[0]) for row in rows])
+    quality, bits, arrows = [], [], []
+    for row, style in styles.items():
+        speed, untrained = value(row, "speed", "4096"), value(row, "encoder untrained", "cosine")
+        if untrained is not None:
+            quality.append(Series(row, [speed], [untrained], {**style, "linestyle": ""}))
+            arrows.append((speed, untrained, value(row, "encoder distilled", "cosine"), style["color"]))
+        stages = [value(row, f"decoder {stage}", "bits") for stage in STAGES]
+        shown = [(place, y) for place, y in enumerate(stages) if y is not None]
+        if shown:
+            bits.append(Series(row, *zip(*shown, strict=True), style))
+
+    def draw(ax: Any) -> None:
+        """Arrows from untrained to distilled."""
+        for speed, start, end, colour in arrows:
+            if end is not None:
+                line = {"arrowstyle": "-|>", "color": colour, "shrinkA": 4, "shrinkB": 0}
+                ax.annotate("", (speed, end), (speed, start), arrowprops=line)
+
+    x = Axis("speed-up at 4096 tokens", "log", "{:g}×".format)
+    encoder = Chart(x, Axis("cosine of embeddings"), tuple(quality), "Encoder, arrows: distilled", draw=draw)
+    x = Axis(ticks=dict(enumerate(STAGES)))
+    decoder = Chart(x, Axis("bits per byte"), tuple(bits), "Language model of bytes")
+    return Plot(
+        "Untrained, distilled for 2 minutes, trained from scratch",
+        "medians of three seeds",
+        ((encoder, decoder),),
+    )
+
+
 def figure(name: str) -> Any:
     """The picture as a matplotlib figure."""
     import efficient_attn as ea
@@ -121,6 +166,8 @@ def figure(name: str) -> Any:
 
     if name == SHOWN:
         return ea.show().plot()
+    if name == TRAINED:
+        return draw(after_training())[0].figure
     stored = ea.read(RUNS / RECORDS[name])
     if name == "floor":
         return draw(floor(stored.records))[0].figure

@@ -5,8 +5,11 @@ the terminal. A part of a page stands between `<!-- NAME: written by docs/record
 """
 
 import io
+import json
 import re
+from collections import defaultdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import efficient_attn as ea
@@ -17,6 +20,7 @@ from efficient_attn.report.table import Table, brief, to_rich
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "results" / "epyc-2-cores"
 RUN, KERNEL, ADVICE = (RUNS / name for name in ("bench-512-8192", "mse-kernel", "advise-smollm2-4096"))
+TRAINED = RUNS / "after-training" / "cells.jsonl"
 PAGES = [ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "docs" / "quickstart.md"]
 TERMINAL = ROOT / "docs" / "images" / "bench-terminal"
 _COMMAND = "efficient-attn bench --seq-len 512:8192:x2"
@@ -26,6 +30,7 @@ _ROWS = ("exact", "window-clusters", "window", "linformer", "performer-full", "u
 _WIDTH = 90
 _PART = re.compile(r"(<!-- (\w+): written by docs/record\.py -->\n).*?(<!-- end -->)", re.DOTALL)
 
+_DISTILLED = "Untrained and [distilled](docs/after-training.md), cosine of an encoder's embeddings:"
 # A dark terminal in fonts of the reader's machine. Rich puts each text at its place.
 _SVG = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
@@ -90,7 +95,7 @@ def texts() -> dict[str, str]:
     return {
         "found": result,
         "kernel": f"{kernel}\n",
-        "advice": f"```text\n{advice()}\n```\n",
+        "advice": f"```text\n{advice()}\n```\n\n{_DISTILLED}\n\n{trained()}",
         "backends": backends(),
         "reading": reading(encoder, row),
         "record": f"{_markdown(encoder)}\n{_markdown(decoder)}",
@@ -140,6 +145,32 @@ def backends() -> str:
         rows.setdefault(kind, []).append(f"[{about.name}]({about.paper})" if about.paper else about.name)
     lines = ["| backends and their papers | time | memory | causal |", "|---|---|---|---|"]
     lines += [f"| {', '.join(names)} | {' | '.join(kind)} |" for kind, names in sorted(rows.items())]
+    return "\n".join(lines) + "\n"
+
+
+def cells() -> dict[tuple[str, str], dict[str, float]]:
+    """Medians over seeds of the cells of docs/examples/after_training.py, by row and stage."""
+    values: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for line in TRAINED.read_text(encoding="utf-8").splitlines():
+        cell = json.loads(line)
+        for name, value in cell.items():
+            if isinstance(value, float):
+                values[cell["row"], cell["stage"]][name].append(value)
+    return {key: {name: median(numbers) for name, numbers in named.items()} for key, named in values.items()}
+
+
+def trained() -> str:
+    """Cosines of embeddings of an encoder: methods that were distilled, and the nearest of all others."""
+    stored = cells()
+    rows: list[tuple[str, list[float]]] = []
+    for row in dict.fromkeys(row for row, stage in stored if stage == "encoder untrained" and row != "exact"):
+        stages = (stored.get((row, f"encoder {stage}")) for stage in ("untrained", "distilled"))
+        rows.append((row, [cell["cosine"] for cell in stages if cell]))
+    lines = ["| all layers replaced by | untrained | distilled 2 min |", "|---|---|---|"]
+    rows.sort(key=lambda pair: -pair[1][-1])
+    for row, cosines in [row for row in rows if len(row[1]) > 1 or row == rows[0]]:
+        shown = [f"{cosine:.2f}" for cosine in cosines]
+        lines.append(f"| `{row}` | {' | '.join([*shown, '–'][:2])} |")
     return "\n".join(lines) + "\n"
 
 

@@ -27,8 +27,8 @@ ROOT = Path(__file__).parent.parent
 GENERATED = {"api", "results"}
 DOCS = sorted(page for page in (ROOT / "docs").glob("*.md") if page.stem not in GENERATED)
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", ROOT / "results/README.md", *DOCS]
-# The extra package that a page is about; where it is not installed, nothing on the page can run.
-NEEDS = {"hugging-face.md": "transformers"}
+# Packages that the Python on a page imports.
+NEEDS = {"hugging-face.md": "transformers", "after-training.md": "transformers"}
 # Pages whose Python torchrun starts, in tests/distributed/test_ranks.py.
 ON_SEVERAL_PROCESSES = {"distributed.md"}
 # First line of a block that is a file of the package.

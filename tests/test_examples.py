@@ -124,14 +124,35 @@ def test_the_table_after_training_has_medians_ranges_orders_and_verdicts(tmp_pat
     table = after_training("--table", "first", "second", cwd=tmp_path)
     assert "| `window` | 0.800 (0.700 to 0.900) | no parameters | no parameters |" in table
     assert "| `linformer` | 0.500 (0.400 to 0.600) | 0.650 (0.550 to 0.750) | 2.0 (2.0 to 2.0) |" in table
-    assert "- untrained (rank correlation 1.00): window > linformer > linear-hedgehog" in table
+    assert "- untrained (rank correlation 1.00, 3 methods): window > linformer > linear-hedgehog" in table
     # Ranks 3, 2, 1 become 2, 1, 3: correlation 1 - 6 (1 + 1 + 4) / (3 · 8).
-    assert "- distilled (rank correlation -0.50): linear-hedgehog > window > linformer" in table
+    assert "- distilled (rank correlation -0.50, 3 methods): linear-hedgehog > window > linformer" in table
     assert "| `window` | 2.00 | – | – | – |" in table
     verdicts = {line.split("`")[1]: line for line in table if line.startswith("- `")}
     assert verdicts["linear-hedgehog"].endswith("encoder cosine yes.")
     assert verdicts["linformer"].endswith("encoder cosine no.")
     assert "is not distilled" in verdicts["window"]
+
+
+@pytest.mark.slow
+def test_the_page_after_training_has_the_numbers_of_the_stored_run(tmp_path) -> None:
+    run = ROOT / "results/epyc-2-cores/after-training"
+    table = after_training("--table", run / "cells.jsonl", cwd=tmp_path)
+    assert table == (run / "table.md").read_text(encoding="utf-8").splitlines()
+    page = (ROOT / "docs/after-training.md").read_text(encoding="utf-8")
+    medians = runpy.run_path(str(ROOT / "docs/record.py"))["cells"]()
+    for row, stage, name in (
+        ("linear-hedgehog", "encoder untrained", "cosine"),
+        ("linear-hedgehog", "encoder distilled", "cosine"),
+        ("linformer", "encoder distilled", "cosine"),
+        ("window(global_tokens=4)", "encoder untrained", "cosine"),
+        ("linear-hedgehog", "decoder distilled", "bits"),
+        ("gated-delta", "decoder scratch", "bits"),
+        ("linear-elu", "decoder scratch", "bits"),
+    ):
+        assert f"{medians[row, stage][name]:.2f}" in page, (row, stage)
+    for figure in ("0.79, 7 methods", "0.54, 6 methods"):
+        assert figure.partition(",")[0] in page and any(figure in line for line in table)
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor, state: Tensor) -> Any:

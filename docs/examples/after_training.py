@@ -40,7 +40,7 @@ RATES = {"linear-hedgehog": 0.1, "linformer": 0.0001}
 STAGES = ("encoder untrained", "encoder distilled")
 STAGES += ("decoder untrained", "decoder distilled", "decoder scratch")
 # Model, number of its records, 1 if larger is better, and decimals.
-MEASURES = (("encoder", "cosine", 1, 3), ("encoder", "error", -1, 2))
+MEASURES = (("encoder", "cosine", 1, 3), ("encoder", "error", -1, 3))
 MEASURES += (("decoder", "bits", -1, 3), ("decoder", "recall", 1, 3))
 PROSE = ("alice", "pride", "sawyer", "opticks", "moby", "origin")
 TOKENS, SEQ_LENS = 512, (512, 1024, 2048, 4096)
@@ -202,7 +202,8 @@ def measure(args: argparse.Namespace) -> None:
     if any(record[name] != plan[name] for record in records for name in plan):
         raise SystemExit(f"{args.out} holds cells of another plan or torch: name a new --out.")
     # The teacher is the exact model trained from scratch.
-    stages = [stage for stage in reversed(STAGES) if args.model or args.quick or stage.startswith("decoder")]
+    stages = [stage for stage in reversed(STAGES) if stage in args.stages]
+    stages = [stage for stage in stages if args.model or args.quick or stage.startswith("decoder")]
     rows = dict.fromkeys(["exact", *args.rows])
     cells = [(row, seed, stage) for seed in range(args.seeds) for row in rows for stage in stages]
     cells += [(row, 0, "speed") for row in rows]
@@ -236,7 +237,7 @@ def table(paths: list[Path]) -> Iterator[str]:
         yield from markdown(f"{model} {name}", rows, columns, values)
         yield from orders(values, [row for row in rows if row != "exact"], model, name, sign)
     yield from markdown("speed-up", rows, {f"{n}": ("speed", f"{n}", 2) for n in SEQ_LENS}, values)
-    yield from (verdict(values, row) for row in rows)
+    yield from (verdict(values, row) for row in rows if row != "exact")
 
 
 def markdown(title: str, rows: list[str], columns: dict[str, Any], values: Values) -> Iterator[str]:
@@ -267,9 +268,9 @@ def orders(values: Values, rows: list[str], model: str, name: str, sign: int) ->
     frame["distilled"] = frame["distilled"].fillna(frame["untrained"])
     for kind in frame.dropna(axis="columns", how="all"):
         order = " > ".join(frame[kind].dropna().sort_values(ascending=False, kind="stable").index)
-        # Spearman's correlation is Pearson's of the ranks.
-        ranks = frame[["untrained", kind]].dropna().rank()
-        yield f"- {kind} (rank correlation {ranks.corr().iloc[0, 1]:.2f}): {order}"
+        ranks = frame[["untrained", kind]].dropna().rank()  # Spearman: Pearson of ranks.
+        correlation = f"rank correlation {ranks.corr().iloc[0, 1]:.2f}, {len(ranks)} methods"
+        yield f"- {kind} ({correlation}): {order}"
     yield ""
 
 
@@ -289,9 +290,10 @@ def verdict(values: Values, row: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("model", nargs="?", type=Path, help="Folder of an encoder; none: decoders only.")
+    parser.add_argument("model", nargs="?", type=Path, help="Folder of a model; none: decoders only.")
     parser.add_argument("--out", type=Path, default=Path("after_training.jsonl"), help="File of the records.")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="Methods beside exact.")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="Cells of each method.")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=2, help="Processor time of one distillation.")
     parser.add_argument("--quick", action="store_true", help="Tiny encoder, 4 steps: a test of function.")

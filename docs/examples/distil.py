@@ -39,7 +39,6 @@ def main() -> None:
         raise SystemExit(f"{len(windows)} windows are too few: add texts or lower --seq-len or --held-out.")
     train, held_out = windows[: -args.held_out], windows[-args.held_out :]
     print(f"{len(train)} windows of {windows.shape[1]} tokens for training, {len(held_out)} held out")
-
     exact = hidden_states(model, held_out)
     attach(model, args.backend, max_tokens=windows.shape[1], **args.options)
     cosines = [report("untrained", hidden_states(model, held_out), exact)]
@@ -66,7 +65,6 @@ def distil(model: nn.Module, windows: Tensor, rate: float, args: argparse.Namesp
     parameters = list(backends.parameters())
     if not parameters:
         raise SystemExit(f"{args.backend} has no parameters; linear-hedgehog and linformer have.")
-
     return minimise(lambda ids: distillation_loss(model, input_ids=ids), parameters, windows, rate, args)
 
 
