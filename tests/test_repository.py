@@ -125,6 +125,9 @@ def test_the_command_exists_and_the_changelog_has_the_version_with_its_date() ->
     assert first == ("Unreleased", "")
     assert all(re.fullmatch(r" - \d{4}-\d\d-\d\d", date) for _, date in released)
     assert ".dev" in PROJECT["version"] or PROJECT["version"] in dict(released)
+    # The newest release, also while the next version is in development.
+    cited = re.search(r'^version: "(.+)"\ndate-released: "(.+)"$', text_of("CITATION.cff"), re.MULTILINE)
+    assert cited and (cited[1], f" - {cited[2]}") == released[0]
 
 
 def test_the_scripts_and_cells_that_workflows_name_exist() -> None:
