@@ -18,7 +18,7 @@ _ONLY = "Tests to run; all if omitted."
 _LONG = "Also test 2100 tokens and the growth of time; takes minutes."
 _TIMEOUT = "Time limit of one test; a test that takes longer is broken."
 _SIGNATURE = "Library whose signature the function has: plain, sdpa or flash-attn."
-_EXACT = "equals_softmax_attention"
+_EXACT, _BITS = "equals_softmax_attention", "bits_do_not_depend_on_the_batch"
 # Outcomes of tests of undeclared capabilities.
 _OUTCOMES = {
     "passes, undeclared": "passed",
@@ -71,6 +71,8 @@ def check(
         return REGRESSION if broken else DONE
     for line in _answer(backend, records):
         console.put(textwrap.shorten(line, _WIDTH, placeholder=" …"))
+    if chosen is None:
+        console.put(_badge(records))
     if full:
         console.print_tables([_table(backend, records)])
     repeated = next((record for record in broken if record.case is not None), None)
@@ -98,11 +100,23 @@ def _answer(backend: str, records: list[Any]) -> Iterator[str]:
         yield f"- {len(broken) - _MOST} more: see --all."
     notes = (r.detail for r in records if r.outcome == "kept" or r.detail.startswith("Position-dependent"))
     yield from filter(None, dict.fromkeys(notes))
+    for record in records:
+        if record.check == _BITS and record.outcome == "not promised" and record.error:
+            where = record.detail.partition(": q [")[0]
+            yield f"Bits of a sequence depend on its batch: {where}, difference {record.error:.0e}."
     if ":" in backend and any(r.check == _EXACT and r.outcome not in ("kept", "broken") for r in records):
         yield "Not compared with softmax attention: --exact declares it."
     if counts:
         listed = ", ".join(f"{counts[x]} {words}" for x, words in _OUTCOMES.items() if counts[x])
         yield f"Tests of undeclared capabilities: {listed}; see --all."
+
+
+def _badge(records: list[Any]) -> str:
+    """Markdown image with the number of passed tests."""
+    broken = sum(record.failed for record in records)
+    passed = sum(record.outcome == "kept" and not record.failed for record in records)
+    share, colour = f"{passed}%2F{passed + broken}", "red" if broken else "brightgreen"
+    return f"![efficient-attn](https://img.shields.io/badge/efficient--attn-{share}_tests-{colour})"
 
 
 def _table(backend: str, records: list[Any]) -> Any:

@@ -35,6 +35,7 @@ _CAPABILITIES = {
     "nonnegative": "weights ≥ 0",
     "averages": "weights sum to 1",
     "compile": "torch.compile",
+    "batch_invariant": "batch-invariant bits",
     "second_derivatives": "second derivatives",
     "sharded": "sequence parallelism",
     "needs_max_tokens": "needs `max_tokens`",
@@ -65,7 +66,8 @@ def capabilities(specs: list[BackendSpec]) -> list[str]:
     for name, members in holders.items():
         if len(members) <= _RARE:
             lines.append(
-                f"- {_CAPABILITIES[name].capitalize()}: {', '.join(f'`{about.name}`' for about in members)}."
+                f"- {_CAPABILITIES[name].capitalize()}: "
+                f"{', '.join(f'`{about.name}`' for about in members) or 'none'}."
             )
     # Capabilities of the same backends share a sentence or a column.
     columns: dict[tuple[str, ...], list[str]] = {}

@@ -25,6 +25,8 @@ class Capabilities:
         gradients: Whether q, k and v receive gradients.
         second_derivatives: Whether gradients are differentiable.
         compile: Whether `torch.compile(fullgraph=True)` works.
+        batch_invariant: Whether on a CPU the bits of a sequence depend on neither the size of the batch nor
+            its other sequences.
         needs_max_tokens: Whether max_tokens is required.
         needs_calibration: Whether `calibrate` is required before the first call.
         needs_all_queries: Whether causal calls need as many queries as keys, since earlier queries decide
@@ -50,6 +52,7 @@ class Capabilities:
     gradients: bool = True
     second_derivatives: bool = False
     compile: bool = True
+    batch_invariant: bool = False
     needs_max_tokens: bool = False
     needs_calibration: bool = False
     needs_all_queries: bool = False

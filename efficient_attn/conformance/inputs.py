@@ -9,6 +9,7 @@ from torch import Tensor
 
 from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import (
+    BOTH,
     DTYPES,
     GROUPS,
     LARGE,
@@ -43,6 +44,11 @@ SMALL = CheckCase(tokens=5)
 # An input of the long form that every backend serves; another has everything at once.
 LONG = CheckCase(tokens=2100, batch=2, heads=2, kv_heads=2)
 WIDTHS = (WIDE, *vary(SMALL, head_dim=[64], value_dim=(64, 80, 96, 128)))
+# Batches of which products are split differently among threads, and dtypes whose rounding shows it.
+ROUNDED = ("float32", "bfloat16")
+SEVEN = CheckCase(tokens=7, batch=7, heads=4, value_dim=3, pattern=3)
+SINGLE = SEVEN.but(heads=1, kv_heads=1, head_dim=32, value_dim=64)
+SINGLE_HEAD = (*vary(SINGLE, tokens=(7, 513), dtype=["float32"]), SINGLE.but(tokens=300, dtype="bfloat16"))
 # Entries of a vector register: of float32 with 512 bits.
 LANES = 16
 
@@ -197,6 +203,30 @@ def every_sequence_is_its_single_call(subject: Subject, case: CheckCase) -> Iter
         alone = inputs.each(itemgetter(slice(b, b + 1)))
         yield close(f"Sequence {b} alone", run(backend, alone), out[b : b + 1], bound[b : b + 1])
     yield from _beside(inputs, backend, 0, out, bound)
+
+
+@Check(
+    "A sequence has equal bits alone, in a batch of two and in one of seven, on one thread and on two.",
+    cases=both(*vary(SEVEN, masked=BOTH, dtype=ROUNDED), *SINGLE_HEAD),
+    capability="batch_invariant",
+    by_luck=True,
+)
+@torch.no_grad()
+def bits_do_not_depend_on_the_batch(subject: Subject, case: CheckCase) -> Iterator[Finding]:
+    inputs, backend, threads = subject.inputs(case), subject.build(case), torch.get_num_threads()
+    findings: list[Finding] = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            whole = results(subject, backend, inputs)
+            for part in (slice(1), slice(-1, None), slice(-2, None)):
+                copies = inputs.each(itemgetter(part)).each(torch.clone)
+                expected = [(name, x[part]) for name, x in whole]
+                where = f"in a batch of {len(copies.q)}, threads: {count}"
+                findings += agree(where, results(subject, backend, copies), expected)
+    finally:
+        torch.set_num_threads(threads)
+    yield from findings
 
 
 def _beside(inputs: Inputs, backend: Backend, axis: int, out: Tensor, bound: Tensor) -> Iterator[Finding]:

@@ -93,8 +93,9 @@ def test_an_answer_is_one_screen_with_the_verdict_first(name, words, first, part
     assert len(lines) < 24 and max(map(len, lines)) <= 100, out
     assert re.match(f"plain.py:{name}: {first}", lines[0]) and re.search(part, out), out
     assert code == ("broken" in lines[0]) == ("replay(" in out)
+    assert f"_tests-{'red' if code else 'brightgreen'})" in out
     page = (Path(__file__).parents[2] / "docs/new-attention.md").read_text(encoding="utf-8")
-    assert out in page or name != "local_window"
+    assert re.sub("Bits of .*\n", "", out) in page or name != "local_window"
 
 
 @pytest.mark.slow

@@ -8,10 +8,30 @@ from dataclasses import replace
 
 import pytest
 import torch
-from base_cores import Kernel, LinearMemory, Positive, Softmax, Tempered, Window, WindowOptions, with_gradient
+from base_cores import (
+    Alone,
+    Kernel,
+    LinearMemory,
+    Positive,
+    Softmax,
+    Tempered,
+    Window,
+    WindowOptions,
+    with_gradient,
+)
 from call_faults import OF_CALLS
 from fault_steps import scores
-from output_faults import EXCHANGED, FAULTS, GROWING, LEARNED, LONG, OF_POSITIVE, OF_SOFTMAX, OF_WINDOW
+from output_faults import (
+    EXCHANGED,
+    FAULTS,
+    GROWING,
+    LEARNED,
+    LONG,
+    OF_ALONE,
+    OF_POSITIVE,
+    OF_SOFTMAX,
+    OF_WINDOW,
+)
 from torch import Tensor, nn
 
 import efficient_attn as ea
@@ -42,6 +62,7 @@ BASES = {
     "tempered": _spec(Tempered, replace(RANDOM, approximates_softmax=False)),
     "linear-memory": _spec(LinearMemory, TWO_WHOLE),
     "positive": _spec(Positive, RANDOM, RandomFeatureOptions, "num_features"),
+    "alone": _spec(Alone, replace(RANDOM, batch_invariant=True)),
     "window": _spec(Window, replace(RANDOM, cross=False), WindowOptions, "window"),
 }
 # Differentiable once.
@@ -72,6 +93,7 @@ TABLES = (
     ("softmax", OF_SOFTMAX),
     ("positive", OF_POSITIVE),
     ("window", OF_WINDOW),
+    ("alone", OF_ALONE),
     ("tempered", LEARNED),
     ("linear-memory", GROWING),
     ("softmax", LONG),
@@ -129,6 +151,11 @@ def test_a_wrong_exchange_between_ranks_is_caught(exchange: str, monkeypatch: py
     monkeypatch.setitem(EXCHANGES, "wrong", Exchange(EXCHANGED[exchange]))
     spec = _spec(Softmax, replace(EXACT, sharded="wrong"))
     assert outcome(spec, "parts_on_several_ranks_are_the_whole") == ("broken", True, False)
+
+
+def test_equal_bits_without_the_capability_are_luck() -> None:
+    spec = _spec(Alone, RANDOM)
+    assert outcome(spec, "bits_do_not_depend_on_the_batch") == ("not promised", False, False)
 
 
 def test_every_check_has_a_fault() -> None:

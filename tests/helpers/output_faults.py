@@ -289,6 +289,14 @@ GROWING = {
     # Exact attention takes the time of all pairs.
     "time_grows_as_declared": {"nothing else": at.output(lambda x: x)},
 }
+OF_ALONE = {
+    "bits_do_not_depend_on_the_batch": {
+        "seven": at.output(lambda x: x * (1 + 2e-7) if len(x) > 2 else x),
+        "one on two threads": at.output(
+            lambda x: x * (1 + 2e-7) if len(x) == 1 and torch.get_num_threads() == 2 else x
+        ),
+    }
+}
 # Shown by the long form alone.
 LONG = {
     "every_sequence_is_its_single_call": {
