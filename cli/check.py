@@ -18,6 +18,7 @@ _ONLY = "Tests to run; all if omitted."
 _LONG = "Also test 2100 tokens and the growth of time; takes minutes."
 _TIMEOUT = "Time limit of one test; a test that takes longer is broken."
 _SIGNATURE = "Library whose signature the function has: plain, sdpa or flash-attn."
+_CERTIFIED = "Print the correct digits on certified values instead of the tests."
 _EXACT, _BITS = "equals_softmax_attention", "bits_do_not_depend_on_the_batch"
 # Outcomes of tests of undeclared capabilities.
 _OUTCOMES = {
@@ -44,6 +45,7 @@ def check(
     grouped: Annotated[bool, typer.Option("--gqa", help="Test grouped queries (fewer key heads).")] = False,
     exact: Annotated[bool, typer.Option("--exact", help="Test equality to softmax attention.")] = False,
     backward: Annotated[bool, typer.Option(help="Test gradients.")] = True,
+    certified: Annotated[bool, typer.Option("--certified", help=_CERTIFIED)] = False,
 ) -> int:
     """Run the conformance tests on a backend.
 
@@ -58,9 +60,12 @@ def check(
     declared = {name: value for name, value in declared.items() if value}
     declared |= {} if backward else {"backward": False}
     from efficient_attn.conformance.table import snippet
-    from efficient_attn.isolated_testing import check_isolated
+    from efficient_attn.isolated_testing import certified_digits_isolated, check_isolated
 
     timeout_s = parse_seconds(timeout, name="--timeout")
+    if certified:
+        digits = certified_digits_isolated(backend, timeout_s=timeout_s, declared=declared or None)
+        return _print_digits(backend, digits, as_json=as_json)
     chosen = None if only is None else parse_names([only], name="--only")
     records = check_isolated(
         backend, seed=seed, only=chosen, timeout_s=timeout_s, long=long, declared=declared or None
@@ -81,6 +86,41 @@ def check(
         for line in ("", f"The smallest input found that breaks {repeated.check}:", "", *lines):
             console.put(line)
     return REGRESSION if broken else DONE
+
+
+def _print_digits(backend: str, digits: list[Any], *, as_json: bool) -> int:
+    """Print verdict, missing digits and tables. Returns the exit code."""
+    from efficient_attn.report.table import Table
+
+    missing = [record for record in digits if not record.holds]
+    if as_json:
+        console.put_json([record._asdict() | {"holds": record.holds} for record in digits])
+        return REGRESSION if missing else DONE
+    dtypes = tuple(dict.fromkeys(record.dtype for record in digits))
+    cases = list(dict.fromkeys(record.case for record in digits))
+    enough = f"{len(digits) - len(missing)} of {len(digits)}"
+    console.put(f"{backend}: {enough} comparisons on {len(cases)} certified cases have the required digits.")
+    for record in missing[:_MOST]:
+        line = f"- {record.case}, {record.dtype}, {record.quantity}: {record.detail or _figures(record)}"
+        console.put(textwrap.shorten(line, _WIDTH, placeholder=" …"))
+    for title, names in (("output", ("output",)), ("gradients", ("dq", "dk", "dv"))):
+        rows = []
+        for case in cases:
+            cells = []
+            for dtype in dtypes:
+                records = [x for x in digits if (x.case, x.dtype) == (case, dtype) and x.quantity in names]
+                cells.append(_figures(min(records, key=lambda x: (x.holds, x.digits), default=None)))
+            rows.append((case, *cells))
+        console.print_tables([Table(f"Correct digits of {title} / required", ("case", *dtypes), tuple(rows))])
+    return REGRESSION if missing else DONE
+
+
+def _figures(record: Any) -> str:
+    """Digits / required digits of a cell."""
+    if record is None or record.detail:
+        return "–" if record is None else "error"
+    required = f"{record.required:.1f}" if record.required > 0 else "–"
+    return f"{record.digits:.1f} / {required}{'' if record.holds else ' below'}"
 
 
 def _answer(backend: str, records: list[Any]) -> Iterator[str]:

@@ -11,11 +11,14 @@ from typing import Any
 
 from efficient_attn import testing
 from efficient_attn.backends import resolve
+from efficient_attn.conformance.certified import Digits, certified_digits
 from efficient_attn.conformance.records import BROKEN, UNKNOWN, CheckRecord
+from efficient_attn.conformance.subject import subject
 from efficient_attn.conformance.table import CHECKS
 from efficient_attn.errors import AttentionError, DataError, UnknownNameError
 from efficient_attn.measure.environment import usable_cores
 from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S, CrashError, LateError, Process, ending_reason
+from efficient_attn.registry import BackendSpec
 
 # Checks that run beside one another.
 _MOST_PROCESSES = 4
@@ -87,6 +90,33 @@ def check_isolated(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+def certified_digits_isolated(
+    backend: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, declared: Mapping[str, Any] | None = None
+) -> list[Digits]:
+    """Digits on the certified cases for a name or an address, computed in one child process."""
+    call = partial(_digits, backend, declared)
+    if os.name != "posix":
+        with redirect_stdout(sys.stderr):
+            answer = call()
+    else:
+        with closing(Process()) as child:
+            try:
+                answer = child.ask(call, limit_s=timeout_s)
+            except CrashError as ending:
+                raise DataError(f"{backend} has no digits: {ending_reason(ending)}.") from None
+    if isinstance(answer, str):
+        raise DataError(answer)
+    return answer
+
+
+def _digits(backend: str, declared: Mapping[str, Any] | None) -> list[Digits] | str:
+    """The digits, or the message of a refusal."""
+    try:
+        return [*certified_digits(subject(_tested(backend, declared), None, 0))]
+    except AttentionError as error:
+        return str(error)
+
+
 def _refusal(backend: str) -> str | None:
     """Error message if the backend does not exist; the child makes this call and the next."""
     try:
@@ -99,5 +129,9 @@ def _refusal(backend: str) -> str | None:
 def _checked(
     backend: str, declared: Mapping[str, Any] | None, names: list[str], seed: int, long: bool
 ) -> list[CheckRecord]:
-    tested = _resolved(backend) if declared is None else testing.adapt(backend, **declared)
+    tested = _tested(backend, declared)
     return testing.check(tested, on_fail="collect", seed=seed, only=names, long=long)
+
+
+def _tested(backend: str, declared: Mapping[str, Any] | None) -> BackendSpec:
+    return _resolved(backend) if declared is None else testing.adapt(backend, **declared)
