@@ -2,7 +2,6 @@
 
     python docs/certified.py            writes efficient_attn/data/certified.safetensors (needs mpmath)
     python docs/certified.py --check    computes everything again and compares all bits
-    python docs/certified.py page       writes docs/certified.md
 
 Inputs are seeded draws, rounded to bfloat16 and exact in float16. mpmath computes with 50 and with 80 digits,
 and both results round to the same float64. Nothing of the package computes a certified value.
@@ -11,7 +10,7 @@ and both results round to the same float64. Nothing of the package computes a ce
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,105 +18,15 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
-
-import efficient_attn as ea
-from efficient_attn.backends import resolve
-from efficient_attn.ops.naive import softmax_attention
-from efficient_attn.registry import BackendSpec
+from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "efficient_attn/data/certified.safetensors"
-PAGE = ROOT / "docs/certified.md"
 PRECISIONS = (50, 80)
 # Sums this much smaller than their terms are 0 but for the rounding of mpmath.
 ZERO = 1e-40
 # A projection this close to the kink of max(x, 0) could fall on its other side in float32.
 KINK = 2**-14
-# Formulas without the required digits: these scores are larger than the largest number of float16.
-EXCEPTIONS = {("naive", "norm-100", "float16")}
-
-
-@dataclass(frozen=True, kw_only=True)
-class CertifiedInputs:
-    """Sizes and kind of the inputs of a case.
-
-    Attributes:
-        norm: Standard deviation of the entries of q and k.
-        padding: Number of first keys that are masked, for each sequence.
-        sparse: Whether the second of each three keys is masked.
-        structure: Name in STRUCTURES of a change of the Gaussian draws.
-        directions: Number of directions of a random feature map.
-    """
-
-    about: str
-    kind: str = "softmax"
-    tokens: int = 12
-    keys: int | None = None
-    heads: int = 1
-    kv_heads: int = 1
-    head_dim: int = 8
-    value_dim: int = 8
-    norm: float = 1.0
-    scale: float | None = None
-    causal: bool = False
-    padding: tuple[int, ...] = (0,)
-    sparse: bool = False
-    structure: str = ""
-    directions: int = 0
-
-    @property
-    def k_tokens(self) -> int:
-        return self.keys or self.tokens
-
-    @property
-    def factor(self) -> float:
-        return self.head_dim**-0.5 if self.scale is None else self.scale
-
-
-C = CertifiedInputs
-CASES = {
-    "one-key": C(about="one token", tokens=1),
-    "two-keys": C(about="two keys", tokens=3, keys=2),
-    "plain": C(about="as many queries as keys", tokens=16),
-    "wide": C(about="vectors of 32 entries", tokens=6, head_dim=32, value_dim=16),
-    "batch": C(about="two sequences and two heads", tokens=6, heads=2, kv_heads=2, padding=(0, 0)),
-    "long": C(about="200 tokens", tokens=200),
-    "causal": C(about="causal", tokens=16, causal=True),
-    "cross": C(about="few queries, more keys", tokens=5, keys=20),
-    "cross-causal": C(about="queries at the last positions of more keys", tokens=6, keys=18, causal=True),
-    "masked": C(about="a third of the keys masked", sparse=True),
-    "blind-sequence": C(about="all keys of the second sequence masked", tokens=6, padding=(0, 6)),
-    "blind-rows": C(about="causal, first keys masked: blind rows", tokens=8, causal=True, padding=(0, 3)),
-    "grouped": C(about="four query heads, two key heads", tokens=6, heads=4, kv_heads=2),
-    "grouped-blind": C(
-        about="grouped, causal, blind rows", tokens=6, heads=4, causal=True, padding=(2,), value_dim=4
-    ),
-    "ties": C(about="keys repeated with other values", structure="ties"),
-    "uniform": C(about="queries of 0", structure="zero queries"),
-    "tiny": C(about="nearly uniform: norm 1/64", norm=2**-6),
-    "negative-scale": C(about="scale -1/2", scale=-0.5),
-    "offset-values": C(about="values 8 + Gaussian: gradients cancel", structure="offset values"),
-    "cancelling": C(about="pairs of values nearly cancel", structure="pairs"),
-    "cancelling-causal": C(about="pairs nearly cancel, causal", structure="pairs", causal=True),
-    "norm-20": C(about="norm 20, groups of near keys", tokens=16, norm=20, structure="near keys"),
-    "norm-50": C(
-        about="norm 50, causal, masked", tokens=8, keys=20, norm=50, causal=True, sparse=True,
-        structure="near keys",
-    ),
-    "norm-100": C(about="norm 100, grouped", tokens=10, heads=2, norm=100, structure="near keys"),
-    "elu": C(about="elu(x) + 1", kind="elu", tokens=16),
-    "elu-blind": C(about="elu(x) + 1, causal, blind rows", kind="elu", causal=True, padding=(3,)),
-    "elu-grouped": C(about="elu(x) + 1, grouped, more keys", kind="elu", tokens=5, keys=9, heads=2),
-    "relu": C(about="max(w·x, 0)/√m + 0.001", kind="relu", directions=16),
-    "relu-causal": C(about="max(w·x, 0)/√m + 0.001, causal", kind="relu", directions=16, causal=True),
-    "positive": C(about="exp(w·x − |x|²/2)/√m", kind="positive", directions=16),
-    "positive-causal": C(
-        about="exp(w·x − |x|²/2)/√m, causal, grouped, blind rows", kind="positive", tokens=8, heads=2,
-        causal=True, padding=(2,), directions=16,
-    ),
-    "positive-norm-2": C(about="exp(w·x − |x|²/2)/√m, norm 2", kind="positive", directions=16, norm=2.0),
-}  # fmt: skip
 
 
 def ties(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -154,13 +63,85 @@ def near_keys(q: Tensor, k: Tensor, v: Tensor) -> None:
     k[..., :half] = k[..., torch.arange(k.shape[2]) % groups, :half]
 
 
-STRUCTURES: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {
-    "ties": ties,
-    "zero queries": zero_queries,
-    "offset values": offset_values,
-    "pairs": pairs,
-    "near keys": near_keys,
-}
+@dataclass(frozen=True, kw_only=True)
+class CertifiedInputs:
+    """Sizes and kind of the inputs of a case.
+
+    Attributes:
+        norm: Standard deviation of the entries of q and k.
+        padding: Number of first keys that are masked, for each sequence.
+        sparse: Whether the second of each three keys is masked.
+        structure: Change of the Gaussian draws of q, k and v.
+        directions: Number of directions of a random feature map.
+    """
+
+    about: str
+    kind: str = "softmax"
+    tokens: int = 12
+    keys: int | None = None
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 8
+    norm: float = 1.0
+    scale: float | None = None
+    causal: bool = False
+    padding: tuple[int, ...] = (0,)
+    sparse: bool = False
+    structure: Callable[[Tensor, Tensor, Tensor], None] | None = None
+    directions: int = 0
+
+    @property
+    def k_tokens(self) -> int:
+        return self.keys or self.tokens
+
+    @property
+    def factor(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+C = CertifiedInputs
+CASES = {
+    "one-key": C(about="one token", tokens=1),
+    "two-keys": C(about="two keys", tokens=3, keys=2),
+    "plain": C(about="as many queries as keys", tokens=16),
+    "wide": C(about="vectors of 32 entries", tokens=6, head_dim=32),
+    "batch": C(about="two sequences and two heads", tokens=6, heads=2, kv_heads=2, padding=(0, 0)),
+    "long": C(about="200 tokens", tokens=200),
+    "causal": C(about="causal", tokens=16, causal=True),
+    "cross": C(about="few queries, more keys", tokens=5, keys=20),
+    "cross-causal": C(about="queries at the last positions of more keys", tokens=6, keys=18, causal=True),
+    "masked": C(about="a third of the keys masked", sparse=True),
+    "blind-sequence": C(about="all keys of the second sequence masked", tokens=6, padding=(0, 6)),
+    "blind-rows": C(about="causal, first keys masked: blind rows", tokens=8, causal=True, padding=(0, 3)),
+    "grouped": C(about="four query heads, two key heads", tokens=6, heads=4, kv_heads=2),
+    "grouped-blind": C(
+        about="grouped, causal, blind rows", tokens=6, heads=4, causal=True, padding=(2,)
+    ),
+    "ties": C(about="keys repeated with other values", structure=ties),
+    "uniform": C(about="queries of 0", structure=zero_queries),
+    "tiny": C(about="nearly uniform: norm 1/64", norm=2**-6),
+    "negative-scale": C(about="scale -1/2", scale=-0.5),
+    "offset-values": C(about="values 8 + Gaussian: gradients cancel", structure=offset_values),
+    "cancelling": C(about="pairs of values nearly cancel", structure=pairs),
+    "cancelling-causal": C(about="pairs nearly cancel, causal", structure=pairs, causal=True),
+    "norm-20": C(about="norm 20, groups of near keys", tokens=16, norm=20, structure=near_keys),
+    "norm-50": C(
+        about="norm 50, causal, masked", tokens=8, keys=20, norm=50, causal=True, sparse=True,
+        structure=near_keys,
+    ),
+    "norm-100": C(about="norm 100, grouped", tokens=10, heads=2, norm=100, structure=near_keys),
+    "elu": C(about="elu(x) + 1", kind="elu", tokens=16),
+    "elu-blind": C(about="elu(x) + 1, causal, blind rows", kind="elu", causal=True, padding=(3,)),
+    "elu-grouped": C(about="elu(x) + 1, grouped, more keys", kind="elu", tokens=5, keys=9, heads=2),
+    "relu": C(about="max(w·x, 0)/√m + 0.001", kind="relu", directions=16),
+    "relu-causal": C(about="max(w·x, 0)/√m + 0.001, causal", kind="relu", directions=16, causal=True),
+    "positive": C(about="exp(w·x − |x|²/2)/√m", kind="positive", directions=16),
+    "positive-causal": C(
+        about="exp(w·x − |x|²/2)/√m, causal, grouped, blind rows", kind="positive", tokens=8, heads=2,
+        causal=True, padding=(2,), directions=16,
+    ),
+    "positive-norm-2": C(about="exp(w·x − |x|²/2)/√m, norm 2", kind="positive", directions=16, norm=2.0),
+}  # fmt: skip
 
 
 def inputs_of(case: CertifiedInputs, seed: int) -> dict[str, Tensor]:
@@ -174,12 +155,12 @@ def inputs_of(case: CertifiedInputs, seed: int) -> dict[str, Tensor]:
 
     q = gaussian(batch, case.heads, case.tokens, case.head_dim, norm=case.norm)
     k = gaussian(batch, case.kv_heads, case.k_tokens, case.head_dim, norm=case.norm)
-    v = gaussian(batch, case.kv_heads, case.k_tokens, case.value_dim)
-    upstream = gaussian(batch, case.heads, case.tokens, case.value_dim)
-    if case.structure:
+    v = gaussian(batch, case.kv_heads, case.k_tokens, case.head_dim)
+    upstream = gaussian(batch, case.heads, case.tokens, case.head_dim)
+    if case.structure is not None:
         # Pairs cancel after rounding.
         q, k, v = (x.bfloat16().double() for x in (q, k, v))
-        STRUCTURES[case.structure](q, k, v)
+        case.structure(q, k, v)
     tensors = {"q": q, "k": k, "v": v, "dO": upstream}
     if case.directions:
         tensors["directions"] = gaussian(case.directions, case.head_dim)
@@ -421,23 +402,6 @@ def differences(names: list[str]) -> list[str]:
         x, y = tensors[name], written[name]
         wrong += [name] if x.dtype != y.dtype or not torch.equal(x, y) else []
     return sorted(wrong) + [name for name in names if settings.get(name) != metadata[name]]
-
-
-class NaiveAttention(nn.Module):
-    """The definition in ops/naive.py as the core of a backend."""
-
-    def __init__(self, problem: ea.AttentionProblem, options: Any) -> None:
-        super().__init__()
-        self.problem = problem
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        scale, causal = self.problem.factor, self.problem.causal
-        return softmax_attention(q, k, v, scale=scale, causal=causal, key_mask=key_mask)
-
-
-def naive() -> BackendSpec:
-    """The definition as a backend."""
-    return replace(resolve("exact-dense"), name="naive", builder=NaiveAttention)
 
 
 def main(words: list[str]) -> int:

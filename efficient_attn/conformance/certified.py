@@ -136,10 +136,10 @@ def _computed(subject: Subject, case: CertifiedCase, dtype: str) -> dict[str, Te
     if "directions" in tensors:
         backend.core.features.projection.copy_(tensors["directions"])
     q, k, v, upstream = (tensors[name].to(getattr(torch, dtype)) for name in ("q", "k", "v", "dO"))
-    leaves = Inputs(q, k, v, tensors.get("key_mask")).leaves()
-    output = run(backend, leaves)
+    leaves = [x.requires_grad_(subject.promises.gradients) for x in (q, k, v)]
+    output = run(backend, Inputs(*leaves, tensors.get("key_mask")))
     computed = {"output": output.detach()}
     if subject.promises.gradients:
-        gradients = torch.autograd.grad(output, leaves[:3], upstream, materialize_grads=True)
+        gradients = torch.autograd.grad(output, leaves, upstream, materialize_grads=True)
         computed |= zip(("dq", "dk", "dv"), gradients, strict=True)
     return computed

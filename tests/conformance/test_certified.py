@@ -1,6 +1,8 @@
 """Certified values: computed again, reached by our formulas, and able to see a fault of 1e-9."""
 
+import importlib
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -71,11 +73,18 @@ def test_the_script_computes_every_bit_of_the_file_again():
     assert SCRIPT["differences"](names) == []
 
 
+@pytest.fixture
+def page_script(monkeypatch):
+    """The script that writes the page; it imports its neighbours."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return importlib.import_module("certified_page")
+
+
 @pytest.mark.parametrize("name", FORMULAS)
-def test_our_formulas_have_the_required_digits_on_every_case_in_every_dtype(name):
-    digits = digits_of(SCRIPT["naive"]() if name == "naive" else name)
+def test_our_formulas_have_the_required_digits_on_every_case_in_every_dtype(name, page_script):
+    digits = digits_of(page_script.naive() if name == "naive" else name)
     missing = {(name, record.case, record.dtype) for record in digits if not record.holds}
-    assert missing == {exception for exception in SCRIPT["EXCEPTIONS"] if exception[0] == name}
+    assert missing == {exception for exception in page_script.EXCEPTIONS if exception[0] == name}
     assert len({record.case for record in digits}) == FORMULAS[name]
     # Four dtypes, and three gradients beside each output.
     assert len(digits) == 16 * FORMULAS[name]
@@ -130,6 +139,29 @@ def test_an_error_of_a_function_has_no_digits_and_an_approximation_no_certified_
     assert all(record.dtype in ("float32", "float64") for record in digits_of(raising))
     with pytest.raises(UnsupportedError, match="'nystrom' has no certified values"):
         digits_of("nystrom")
+
+
+def test_the_page_has_the_stored_digits_and_a_reader_that_runs(page_script, monkeypatch, capsys):
+    page = (ROOT / "docs/certified.md").read_text(encoding="utf-8")
+    stored = json.loads(page_script.DIGITS.read_text(encoding="utf-8"))
+    assert page == page_script.page(stored), "run: python docs/certified_page.py page"
+    assert stored["rows"].keys() == page_script.formulas().keys()
+    missing = {f"{case}, {dtype}" for _, case, dtype in page_script.EXCEPTIONS}
+    assert {case for row in stored["rows"].values() for case in row["missing"]} == missing
+    (reader,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    assert len(reader.splitlines()) == 10 and "efficient_attn" not in reader
+    monkeypatch.chdir(FILE.parent)
+    exec(reader, {})
+    errors = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(errors) == 2 and max(errors) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_kernels_of_pytorch_have_the_required_digits(page_script):
+    for label, formula in page_script.formulas().items():
+        if not label.startswith("`"):
+            assert [record for record in digits_of(formula) if not record.holds] == [], label
 
 
 def test_every_case_says_in_the_file_what_it_is():
