@@ -10,12 +10,13 @@ and both results round to the same float64. Nothing of the package computes a ce
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from mpmath import exp, fdot, fsum, log, mp, mpf, sqrt
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -63,7 +64,7 @@ def near_keys(q: Tensor, k: Tensor, v: Tensor) -> None:
     k[..., :half] = k[..., torch.arange(k.shape[2]) % groups, :half]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CertifiedInputs:
     """Sizes and kind of the inputs of a case.
 
@@ -76,6 +77,7 @@ class CertifiedInputs:
     """
 
     about: str
+    _: KW_ONLY
     kind: str = "softmax"
     tokens: int = 12
     keys: int | None = None
@@ -101,47 +103,49 @@ class CertifiedInputs:
 
 C = CertifiedInputs
 CASES = {
-    "one-key": C(about="one token", tokens=1),
-    "two-keys": C(about="two keys", tokens=3, keys=2),
-    "plain": C(about="as many queries as keys", tokens=16),
-    "wide": C(about="vectors of 32 entries", tokens=6, head_dim=32),
-    "batch": C(about="two sequences and two heads", tokens=6, heads=2, kv_heads=2, padding=(0, 0)),
-    "long": C(about="200 tokens", tokens=200),
-    "causal": C(about="causal", tokens=16, causal=True),
-    "cross": C(about="few queries, more keys", tokens=5, keys=20),
-    "cross-causal": C(about="queries at the last positions of more keys", tokens=6, keys=18, causal=True),
-    "masked": C(about="a third of the keys masked", sparse=True),
-    "blind-sequence": C(about="all keys of the second sequence masked", tokens=6, padding=(0, 6)),
-    "blind-rows": C(about="causal, first keys masked: blind rows", tokens=8, causal=True, padding=(0, 3)),
-    "grouped": C(about="four query heads, two key heads", tokens=6, heads=4, kv_heads=2),
-    "grouped-blind": C(
-        about="grouped, causal, blind rows", tokens=6, heads=4, causal=True, padding=(2,)
-    ),
-    "ties": C(about="keys repeated with other values", structure=ties),
-    "uniform": C(about="queries of 0", structure=zero_queries),
-    "tiny": C(about="nearly uniform: norm 1/64", norm=2**-6),
-    "negative-scale": C(about="scale -1/2", scale=-0.5),
-    "offset-values": C(about="values 8 + Gaussian: gradients cancel", structure=offset_values),
-    "cancelling": C(about="pairs of values nearly cancel", structure=pairs),
-    "cancelling-causal": C(about="pairs nearly cancel, causal", structure=pairs, causal=True),
-    "norm-20": C(about="norm 20, groups of near keys", tokens=16, norm=20, structure=near_keys),
+    "one-key": C("one token", tokens=1),
+    "two-keys": C("two keys", tokens=3, keys=2),
+    "plain": C("as many queries as keys", tokens=16),
+    "wide": C("vectors of 32 entries", tokens=6, head_dim=32),
+    "batch": C("two sequences and two heads", tokens=6, heads=2, kv_heads=2, padding=(0, 0)),
+    "long": C("200 tokens", tokens=200),
+    "causal": C("causal", tokens=16, causal=True),
+    "cross": C("few queries, more keys", tokens=5, keys=20),
+    "cross-causal": C("queries at the last positions of more keys", tokens=6, keys=18, causal=True),
+    "masked": C("a third of the keys masked", sparse=True),
+    "blind-sequence": C("all keys of the second sequence masked", tokens=6, padding=(0, 6)),
+    "blind-rows": C("causal, first keys masked: blind rows", tokens=8, causal=True, padding=(0, 3)),
+    "grouped": C("four query heads, two key heads", tokens=6, heads=4, kv_heads=2),
+    "grouped-blind": C("grouped, causal, blind rows", tokens=6, heads=4, causal=True, padding=(2,)),
+    "ties": C("keys repeated with other values", structure=ties),
+    "uniform": C("queries of 0", structure=zero_queries),
+    "tiny": C("nearly uniform: norm 1/64", norm=2**-6),
+    "negative-scale": C("scale -1/2", scale=-0.5),
+    "offset-values": C("values 8 + Gaussian: gradients cancel", structure=offset_values),
+    "cancelling": C("pairs of values nearly cancel", structure=pairs),
+    "cancelling-causal": C("pairs nearly cancel, causal", structure=pairs, causal=True),
+    "norm-20": C("norm 20, groups of near keys", tokens=16, norm=20, structure=near_keys),
     "norm-50": C(
-        about="norm 50, causal, masked", tokens=8, keys=20, norm=50, causal=True, sparse=True,
-        structure=near_keys,
+        "norm 50, causal, masked", tokens=8, keys=20, norm=50, causal=True, sparse=True, structure=near_keys
     ),
-    "norm-100": C(about="norm 100, grouped", tokens=10, heads=2, norm=100, structure=near_keys),
-    "elu": C(about="elu(x) + 1", kind="elu", tokens=16),
-    "elu-blind": C(about="elu(x) + 1, causal, blind rows", kind="elu", causal=True, padding=(3,)),
-    "elu-grouped": C(about="elu(x) + 1, grouped, more keys", kind="elu", tokens=5, keys=9, heads=2),
-    "relu": C(about="max(w·x, 0)/√m + 0.001", kind="relu", directions=16),
-    "relu-causal": C(about="max(w·x, 0)/√m + 0.001, causal", kind="relu", directions=16, causal=True),
-    "positive": C(about="exp(w·x − |x|²/2)/√m", kind="positive", directions=16),
+    "norm-100": C("norm 100, grouped", tokens=10, heads=2, norm=100, structure=near_keys),
+    "elu": C("elu(x) + 1", kind="elu", tokens=16),
+    "elu-blind": C("elu(x) + 1, causal, blind rows", kind="elu", causal=True, padding=(3,)),
+    "elu-grouped": C("elu(x) + 1, grouped, more keys", kind="elu", tokens=5, keys=9, heads=2),
+    "relu": C("max(w·x, 0)/√m + 0.001", kind="relu", directions=16),
+    "relu-causal": C("max(w·x, 0)/√m + 0.001, causal", kind="relu", directions=16, causal=True),
+    "positive": C("exp(w·x − |x|²/2)/√m", kind="positive", directions=16),
     "positive-causal": C(
-        about="exp(w·x − |x|²/2)/√m, causal, grouped, blind rows", kind="positive", tokens=8, heads=2,
-        causal=True, padding=(2,), directions=16,
+        "exp(w·x − |x|²/2)/√m, causal, grouped, blind rows",
+        kind="positive",
+        tokens=8,
+        heads=2,
+        causal=True,
+        padding=(2,),
+        directions=16,
     ),
-    "positive-norm-2": C(about="exp(w·x − |x|²/2)/√m, norm 2", kind="positive", directions=16, norm=2.0),
-}  # fmt: skip
+    "positive-norm-2": C("exp(w·x − |x|²/2)/√m, norm 2", kind="positive", directions=16, norm=2.0),
+}
 
 
 def inputs_of(case: CertifiedInputs, seed: int) -> dict[str, Tensor]:
@@ -175,8 +179,6 @@ def inputs_of(case: CertifiedInputs, seed: int) -> dict[str, Tensor]:
 
 def exact_numbers(x: Tensor) -> Any:
     """Entries of a tensor as nested lists of mpmath's numbers."""
-    from mpmath import mpf
-
     if x.ndim == 1:
         return [mpf(entry) for entry in x.double().tolist()]
     return [exact_numbers(part) for part in x]
@@ -184,8 +186,6 @@ def exact_numbers(x: Tensor) -> Any:
 
 def features(kind: str, x: list, w: list) -> tuple[list, list, float]:
     """φ(x), the rows of its Jacobian, and the largest magnitude of an exponent or a projection."""
-    from mpmath import exp, fdot, mpf, sqrt
-
     if kind == "elu":
         values = [entry + 1 if entry > 0 else exp(entry) for entry in x]
         slopes = [mpf(1) if entry > 0 else value for entry, value in zip(x, values, strict=True)]
@@ -217,14 +217,9 @@ def size(x: list) -> float:
 
 
 class Head:
-    """Certified values of a head: each row's weights, output and part of the gradients.
-
-    Rows are pairs of the numbers and the sum of the norms of their terms.
-    """
+    """The numbers of a head, and its certified values row by row."""
 
     def __init__(self, case: CertifiedInputs, q: list, k: list, v: list, upstream: list, w: list) -> None:
-        from mpmath import mpf, sqrt
-
         self.case, self.q, self.k, self.v, self.upstream = case, q, k, v, upstream
         self.scale = mpf(case.factor)
         self.largest = 0.0
@@ -241,8 +236,6 @@ class Head:
 
     def log_weights(self, i: int, keys: list[int]) -> tuple[list, Any]:
         """Weights of the visible keys, which sum to 1, and the logarithm of their sum before."""
-        from mpmath import exp, fdot, fsum, log
-
         if self.case.kind == "softmax":
             scores = [self.scale * fdot(self.q[i], self.k[j]) for j in keys]
             self.largest = max(self.largest, *(float(abs(score)) for score in scores))
@@ -256,8 +249,6 @@ class Head:
 
     def slopes(self, i: int, j: int, side: int) -> tuple[list, float]:
         """Gradient of log w_ij with respect to the query (side 0) or key, and the sum of its terms' norms."""
-        from mpmath import fdot
-
         if self.case.kind == "softmax":
             row = [self.scale * entry for entry in (self.k[j], self.q[i])[side]]
             length = size(row)
@@ -273,8 +264,6 @@ class Head:
 
     def attend(self, i: int, keys: list[int], totals: dict[str, "Rows"], at: tuple[int, int, int]) -> Any:
         """Add a query's output and gradients to the totals. Returns its log-sum-exp."""
-        from mpmath import fdot
-
         batch, head, group = at
         weights, log_sum = self.log_weights(i, keys)
         upstream = self.upstream[i]
@@ -298,8 +287,6 @@ class Rows:
     """Sums of vectors for the rows of a tensor, and the sums of the norms of their terms."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        from mpmath import mpf
-
         self.shape = shape
         rows = list(np.ndindex(*shape[:-1]))
         self.sums = {row: [mpf(0)] * shape[-1] for row in rows}
@@ -325,8 +312,6 @@ class Rows:
 
 def certified(case: CertifiedInputs, inputs: Mapping[str, Tensor], digits: int) -> dict[str, Tensor]:
     """Output, gradients and log-sum-exp by so many digits, κ, and κ of each row of dq and dk."""
-    from mpmath import mp
-
     mp.dps = digits
     q, k, v, upstream = (exact_numbers(inputs[name]) for name in ("q", "k", "v", "dO"))
     w = exact_numbers(inputs["directions"]) if case.directions else []
@@ -387,16 +372,12 @@ def content(names: list[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def stored() -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of the file as it is."""
-    with safe_open(FILE, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-
-
 def differences(names: list[str]) -> list[str]:
     """Names of tensors and settings that are not, bit for bit, those of the file."""
-    (tensors, metadata), (written, settings) = content(names), stored()
-    written = {name: x for name, x in written.items() if name.partition(".")[0] in names}
+    tensors, metadata = content(names)
+    with safe_open(FILE, framework="pt") as file:
+        settings, stored = file.metadata(), [x for x in file.keys() if x.partition(".")[0] in names]  # noqa: SIM118
+        written = {name: file.get_tensor(name) for name in stored}
     wrong = [*(tensors.keys() ^ written.keys())]
     for name in tensors.keys() & written.keys():
         x, y = tensors[name], written[name]
@@ -406,14 +387,12 @@ def differences(names: list[str]) -> list[str]:
 
 def main(words: list[str]) -> int:
     """Write the file or compare it. Returns the exit code."""
-    names = [*CASES]
     if words == ["--check"]:
-        wrong = differences(names)
-        print(*wrong or [f"{len(names)} cases: all bits are those of the file"], sep="\n")
+        wrong = differences([*CASES])
+        print(*wrong or [f"{len(CASES)} cases: all bits are those of the file"], sep="\n")
         return int(bool(wrong))
-    tensors, metadata = content(names)
+    tensors, metadata = content([*CASES])
     save_file(tensors, FILE, metadata=metadata)
-    print(f"{FILE}: {FILE.stat().st_size} bytes")
     return 0
 
 

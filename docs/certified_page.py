@@ -183,7 +183,7 @@ in float64 they keep {fused} digits, materialised scores {dense}.
 
 Tensors are `case.part`: q, k, v and dO in bfloat16, output, dq, dk, dv and lse in float64, `key_mask`,
 `directions`, and κ of rows (`kappa_dq`, `kappa_dk`). Metadata holds scale, causality and κ. Causal queries
-are the last positions of the keys. Blind rows have output 0 and lse −inf.
+are the last positions. Blind rows have output 0 and lse −inf.
 
 ```py
 {reader}```

@@ -13,6 +13,9 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 from command_line import command
 
 import efficient_attn as ea
+from efficient_attn.conformance.cases import DTYPES
+from efficient_attn.conformance.certified import certified_digits
+from efficient_attn.conformance.subject import subject
 from efficient_attn.testing import adapt
 
 ATTEND = """
@@ -96,6 +99,47 @@ def test_an_answer_is_one_screen_with_the_verdict_first(name, words, first, part
     assert f"_tests-{'red' if code else 'brightgreen'})" in out
     page = (Path(__file__).parents[2] / "docs/new-attention.md").read_text(encoding="utf-8")
     assert re.sub("Bits of .*\n", "", out) in page or name != "local_window"
+
+
+@pytest.fixture
+def digits_in_this_process(monkeypatch):
+    def digits_here(backend, *, declared, **settings):
+        tested = adapt(backend, **declared) if declared else backend
+        return list(certified_digits(subject(tested, None, 0)))
+
+    monkeypatch.setattr("efficient_attn.isolated_testing.certified_digits_isolated", digits_here)
+
+
+def test_certified_prints_digits_and_required_digits_per_case_and_dtype(digits_in_this_process):
+    code, out = check("attend", "--certified")
+    lines = out.splitlines()
+    assert code == 0 and max(map(len, lines)) <= 100
+    assert (
+        lines[0] == "mine.py:attend: 208 of 208 comparisons on 13 certified cases have the required digits."
+    )
+    assert re.search(r"^Correct digits of gradients / required$", out, re.MULTILINE)
+    assert len(re.findall(r"^ norm-20 +1[23]\.\d / \d+\.\d ", out, re.MULTILINE)) == 2, out
+    assert check("attend", "--certified", "--causal")[1].splitlines()[0] != lines[0]
+
+
+def test_certified_names_missing_digits_and_exits_with_code_1(digits_in_this_process):
+    shutil.copy(Path(__file__).parents[1] / "helpers/plain_functions.py", "plain.py")
+    code, out, _ = command("check", "plain.py:wrong_scale", "--certified")
+    assert code == 1 and re.search(r"^- \S+, float64, output: \d\.\d / 13\.\d below$", out, re.MULTILINE), out
+    code, out, _ = command("check", "plain.py:wrong_scale", "--certified", "--json")
+    records = json.loads(out)
+    assert code == 1 and {record["dtype"] for record in records} == {*DTYPES}
+    assert not all(record["holds"] for record in records)
+
+
+@pytest.mark.slow
+def test_certified_runs_in_a_child_process(tmp_path):
+    code, out = check("attend", "--certified", "--json")
+    assert code == 0 and len(json.loads(out)) == 208
+    code, out, err = command("check", "nystrom", "--certified")
+    assert (code, out) == (2, "") and "Backend 'nystrom' has no certified values." in err
+    code, out, err = command("check", "mine.py:segfaults", "--certified")
+    assert (code, out) == (2, "") and "mine.py:segfaults has no digits: the process crashed" in err
 
 
 @pytest.mark.slow
