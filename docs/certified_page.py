@@ -138,6 +138,7 @@ READER = """\
 import json
 import torch
 from safetensors import safe_open
+
 with safe_open("certified.safetensors", framework="pt") as file:
     cases = {name: json.loads(text) for name, text in file.metadata().items()}
     x = {name: file.get_tensor(name) for name in file.keys()}
