@@ -42,13 +42,6 @@ class CertifiedCase:
     kappa: float
     tensors: dict[str, Tensor]
 
-    def sizes(self, dtype: str) -> CheckCase:
-        """Sizes and settings as the checks name them."""
-        (batch, heads, tokens, head_dim), (_, kv_heads, keys, _) = (self.tensors[x].shape for x in "qk")
-        counts = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "tokens": tokens, "keys": keys}
-        masked = "key_mask" in self.tensors
-        return CheckCase(**counts, head_dim=head_dim, causal=self.causal, masked=masked, dtype=dtype)
-
 
 class Digits(NamedTuple):
     """Fewest digits of a row, or digits of a row with too few, of one quantity of a case in a dtype."""
@@ -123,23 +116,29 @@ def certified_digits(subject: Subject) -> Iterator[Digits]:
 
 def _computed(subject: Subject, case: CertifiedCase, dtype: str) -> dict[str, Tensor]:
     """Output and gradients of a case, nothing where the subject does not support it."""
-    sizes, tensors = case.sizes(dtype), case.tensors
+    tensors, floating = case.tensors, getattr(torch, dtype)
+    (batch, heads, tokens, head_dim), (_, kv_heads, keys, _) = (tensors[name].shape for name in "qk")
+    sizes = CheckCase(
+        tokens=tokens, keys=keys, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim
+    )
+    sizes = sizes.but(causal=case.causal, masked="key_mask" in tensors, dtype=dtype)
     # Half precision is tried for functions too.
     supported = sizes.but(dtype="float32") if subject.bare and dtype in HALF else sizes
-    if not (subject.serves(supported) and (subject.grouped or sizes.heads == sizes.kv_heads)):
+    if not (subject.serves(supported) and (subject.grouped or heads == kv_heads)):
         return {}
     # A window of this size has all keys.
-    size = len(tensors["directions"]) if "directions" in tensors else 2 * sizes.k_tokens + 1
+    size = len(tensors["directions"]) if "directions" in tensors else 2 * keys + 1
     backend = subject.build(sizes, size=size, scale=case.scale, learned=None, calibrated=False)
-    if case.scale != sizes.head_dim**-0.5 and not takes_scale(backend):
+    if case.scale != head_dim**-0.5 and not takes_scale(backend):
         return {}
     if "directions" in tensors:
         backend.core.features.projection.copy_(tensors["directions"])
-    q, k, v, upstream = (tensors[name].to(getattr(torch, dtype)) for name in ("q", "k", "v", "dO"))
-    leaves = [x.requires_grad_(subject.promises.gradients) for x in (q, k, v)]
-    output = run(backend, Inputs(*leaves, tensors.get("key_mask")))
+    q, k, v, upstream = (tensors[name].to(floating, copy=True) for name in ("q", "k", "v", "dO"))
+    for x in (q, k, v):
+        x.requires_grad_(subject.promises.gradients)
+    output = run(backend, Inputs(q, k, v, tensors.get("key_mask")))
     computed = {"output": output.detach()}
     if subject.promises.gradients:
-        gradients = torch.autograd.grad(output, leaves, upstream, materialize_grads=True)
+        gradients = torch.autograd.grad(output, (q, k, v), upstream, materialize_grads=True)
         computed |= zip(("dq", "dk", "dv"), gradients, strict=True)
     return computed
