@@ -7,8 +7,8 @@ from typing import Any, BinaryIO
 
 from efficient_attn.errors import DataError
 
-# A record takes a few kilobytes, a run a few hundred lines; a million samples take 24 megabytes.
-RECORD_LINE_BYTES, RECORDS_BYTES = 1 << 22, 3 << 23
+# A record takes a few kilobytes, a run a few hundred lines; ten million samples take 240 megabytes.
+RECORD_LINE_BYTES, RECORDS_BYTES = 1 << 24, 1 << 28
 
 # Counts in records (tokens, heads, threads, answers, …), and other whole numbers, which fit into 64 bits.
 COUNT, WHOLE_NUMBER = 1 << 40, (1 << 63) - 1

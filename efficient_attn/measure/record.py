@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from statistics import quantiles
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -46,9 +45,6 @@ DECODED = "decoded"
 
 # `calibrated_on` of a backend that was calibrated on the inputs of its measurement.
 SAME_INPUTS = "the inputs measured"
-
-# Samples of a round in a file that is half full: quantiles in steps of 5 %, among them the median.
-_QUANTILES = 21
 
 # Refuses a symbolic link in place of a file of records. Opening a pipe does not block.
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -277,33 +273,8 @@ def _finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def thinned(record: Record) -> Record:
-    """Copy with at most 21 quantiles of the samples of each round. Medians stay as they are."""
-    sizes = record.round_sizes or ()
-    if max(sizes, default=0) <= _QUANTILES:
-        return record
-    rounds = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
-    samples: dict[str, Any] = {}
-    for name in ("times_s", "device_times_s"):
-        thin: list[float] = []
-        for start, stop in rounds:
-            times_s = (getattr(record, name) or ())[start:stop]
-            if len(times_s) > _QUANTILES:
-                inner = quantiles(times_s, n=_QUANTILES - 1, method="inclusive")
-                times_s = [min(times_s), *inner, max(times_s)]
-            thin += times_s
-        samples[name] = tuple(thin) or None
-    note = f"at most {_QUANTILES} quantiles of the {sum(sizes)} calls of a row stand for each round"
-    reason = "; ".join(filter(None, [record.reason, note]))
-    sizes = tuple(min(size, _QUANTILES) for size in sizes)
-    return replace(record, reason=reason, round_sizes=sizes, **samples)
-
-
-def append(path: str | Path, record: Record) -> Record:
+def append(path: str | Path, record: Record) -> None:
     """Append one record atomically and flush it to disk.
-
-    Returns:
-        The stored record, with fewer samples if the line or the file comes near the limits of readers.
 
     Raises:
         DataError: If the line cannot be written, or readers would refuse it.
@@ -313,8 +284,6 @@ def append(path: str | Path, record: Record) -> Record:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o644)
         try:
             size = os.fstat(descriptor).st_size
-            if len(data) > limits.RECORD_LINE_BYTES or 2 * (size + len(data)) > limits.RECORDS_BYTES:
-                data = f"{line(record := thinned(record))}\n".encode()
             if size + len(data) > limits.RECORDS_BYTES:
                 raise DataError(
                     f"{path} would be larger than {limits.RECORDS_BYTES} bytes, the most that is read; "
@@ -334,7 +303,6 @@ def append(path: str | Path, record: Record) -> Record:
             os.close(descriptor)
         if size == 0:
             sync_names(path.parent)
-        return record
     except OSError as error:
         raise DataError(f"Cannot write records to {path}: {error.strerror}.") from None
 

@@ -206,7 +206,7 @@ class Store:
         if stored == row and not row.round_sizes:
             return
         if self._path is not None:
-            row = append(self._path, row)
+            append(self._path, row)
         self.records |= merge_rows([row] if stored is None else [stored, row])
 
     def close(self, case: Case) -> None:

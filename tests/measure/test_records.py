@@ -7,8 +7,6 @@ import pickle
 import re
 from contextlib import nullcontext
 from pathlib import Path
-from random import Random
-from statistics import median
 
 import numpy as np
 import pytest
@@ -23,8 +21,6 @@ from efficient_attn.errors import DataError
 from efficient_attn.measure import record as records
 from efficient_attn.measure.record import Case, append, line, replace
 from efficient_attn.runs.registry import any_record
-from efficient_attn.runs.store import Store
-from efficient_attn.stats.estimates import time_ratio
 
 Record = any_record()
 read, parse = (functools.partial(function, kind=Record) for function in (records.read, records.parse))
@@ -122,25 +118,6 @@ def test_files_and_lines_beyond_their_limits_are_refused(tmp_path, monkeypatch):
     path.write_bytes(2 * path.read_bytes())
     with pytest.raises(DataError, match=f"{path} is larger than"):
         read(path)
-
-
-def test_samples_are_thinned_where_readers_would_refuse_them_and_medians_stay(tmp_path, monkeypatch):
-    random, path = Random(0), tmp_path / "records.jsonl"
-    rounds = [tuple(random.random() for _ in range(random.randint(300, 999))) for _ in range(40)]
-    rows = [replace(RECORD, times_s=x, device_times_s=x[::-1], round_sizes=(len(x),)) for x in rounds]
-    monkeypatch.setattr(limits, "RECORDS_BYTES", 300_000)
-    store = Store(path)
-    for row in rows:
-        store.add(row)
-    (record,) = records.merge_rows(read(path).records).values()
-    assert record == store.records[CASE.key] and "of the" in record.reason
-    whole = records.merge_rounds(rows)
-    assert time_ratio(record, whole).median == pytest.approx(1)
-    last = record.times_s[-record.round_sizes[-1] :]
-    assert (last[0], median(last), last[-1]) == (min(rounds[-1]), median(rounds[-1]), max(rounds[-1]))
-    # All rounds of a call on one line.
-    monkeypatch.setattr(limits, "RECORD_LINE_BYTES", 100_000)
-    assert append(tmp_path / "whole.jsonl", whole) in read(tmp_path / "whole.jsonl").records
 
 
 def test_the_docs_state_every_limit():
