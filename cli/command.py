@@ -226,7 +226,7 @@ def _first_tables(study: Study, step: Any) -> bool:
     from efficient_attn.runs.study import Run
 
     console.say(f"Provisional, after {100 * step.spent:.0f} % of the budget; the final tables follow:")
-    tables = study.tables([*step.records], Run(study.settled))
+    tables = study.view("tables", [*step.records], Run(study.settled))
     console.print_tables([table._replace(notes=()) for table in tables if len(table.rows) > 2])
     return True
 

@@ -165,7 +165,7 @@ class Results:
             return paths
 
     def _shown(self, name: str) -> list[Any]:
-        """Everything that views show by the method of that name: of the run's study, or by kinds."""
+        """Everything that the views of that name show: of the run's study, or by kinds."""
         self.check_drawable()
         header, load = stored_header(self.environment, source=ENVIRONMENT), background_load(self.environment)
         if header is not None:
@@ -178,7 +178,7 @@ class Results:
         for kind, records in parts.items():
             study, settled = header or (kind(), kind.settled_type())
             typed = [study.record.of(record) for record in records]
-            part = getattr(study, name)(typed, Run(settled, load))
+            part = study.view(name, typed, Run(settled, load))
             shown += part.items() if isinstance(part, dict) else part
         return shown
 

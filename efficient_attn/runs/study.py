@@ -13,8 +13,6 @@ import msgspec
 
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.record import Case, Record
-from efficient_attn.report.figures import Plot
-from efficient_attn.report.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +91,8 @@ class Study:
     Attributes:
         record: Class of its records, with their quantities.
         budget_s: Seconds of measuring unless the user names others; None: no limit.
-        views: Module with functions `tables`, `sentences`, `plots` and `files` of (records, run).
+        views: Module with functions of (records, run): `tables`, `sentences`, which begin with the conclusion,
+            `plots` by the name of their files, and further `files`, {name: text}.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ()
@@ -141,26 +140,10 @@ class Study:
         """Yield what to measure. A run asks for it more than once."""
         raise NotImplementedError
 
-    def tables(self, records: Sequence[Any], run: Run[Any]) -> list[Table]:
-        """Records as tables. By default one row per record, one column per quantity."""
-        return self._viewed("tables", records, run) or []
-
-    def sentences(self, records: Sequence[Any], run: Run[Any]) -> list[str]:
-        """A few sentences computed from the records, the conclusion first."""
-        return self._viewed("sentences", records, run) or []
-
-    def plots(self, records: Sequence[Any], run: Run[Any]) -> dict[str, Plot]:
-        """Plots by the name of their files."""
-        return self._viewed("plots", records, run) or {}
-
-    def files(self, records: Sequence[Any], run: Run[Any]) -> dict[str, str]:
-        """Further files: {name: text}."""
-        return self._viewed("files", records, run) or {}
-
-    def _viewed(self, name: str, records: Sequence[Any], run: Run[Any]) -> Any:
-        """Result of a function of the module `views`, or None if it has no such function."""
-        view = getattr(import_module(self.views), name, None)
-        return None if view is None else view(records, run._replace(study=self))
+    def view(self, name: str, records: Sequence[Any], run: Run[Any]) -> Any:
+        """Result of a view: of the method of that name, or of the function of the module `views`."""
+        function = getattr(self, name, None) or getattr(import_module(self.views), name, None)
+        return [] if function is None else function(records, run._replace(study=self))
 
     def refuse(self, *names: str, reason: str) -> None:
         """Reject options that have no effect, unless they have their default."""

@@ -65,12 +65,7 @@ _SHORTEST_S, _LONGEST_S = 1e-90, 1e90
 FEWEST_FOR_95 = 6
 
 # Kind of record that holds each quantity.
-QUANTITIES = {
-    "time_s": "time",
-    "peak_bytes": "memory",
-    "parameter_bytes": "memory",
-    "state_bytes": "memory",
-}
+_KINDS = {"time_s": "time", "peak_bytes": "memory"}
 
 # Names of times in tables, of device times too; the CPU has one time.
 TIME, DEVICE_TIME = "time", "device time"
@@ -227,12 +222,12 @@ class Curve(NamedTuple):
 
 
 def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
-    """Curves of `time_s`, `peak_bytes`, `parameter_bytes` or `state_bytes`.
+    """Curves of `time_s` or `peak_bytes`.
 
     Baselines come first, then the other curves by name, independently of the order of the records. The last
     of equal cases counts.
     """
-    latest = {record.case.key: record for record in records if record.case.kind == QUANTITIES[quantity]}
+    latest = {record.case.key: record for record in records if record.case.kind == _KINDS[quantity]}
     name = namer([record.case for record in latest.values()])
     points: dict[str, list[CurvePoint]] = {}
     for record in sorted(latest.values(), key=lambda record: record.case.tokens):
@@ -253,16 +248,6 @@ def grouped(records: Iterable[R], *fields: str) -> list[list[R]]:
     for record in {record.case.key: record for record in records}.values():
         groups.setdefault(tuple(getattr(record.case, name) for name in fields), []).append(record)
     return list(groups.values())
-
-
-def by_subject(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Costs by subject: attention, the block, the encoder of 3 layers, …."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        if record.case.kind in QUANTITIES.values():
-            of, layers = record.case.of, record.case.layers
-            groups.setdefault(of if layers is None else f"{of} of {layers} layers", []).append(record)
-    return groups
 
 
 def by_clock(records: Sequence[Record]) -> dict[str, Sequence[Record]]:

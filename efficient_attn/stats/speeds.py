@@ -75,7 +75,7 @@ def speed_ups(all_curves: Sequence[Curve]) -> list[SpeedUp]:
 def open_cases(records: Sequence[Record]) -> set[str]:
     """Keys of the cases, baselines too, whose speeds a look has left open."""
     left: set[str] = set()
-    for group in estimates.by_subject(records).values():
+    for group in estimates.grouped(records, "of", "layers"):
         pairs = [*_pairs(estimates.curves(group, "time_s")).values()]
         for pair, ratio in zip(pairs, decided(pairs), strict=True):
             looked = ratio.samples >= FEWEST_ROUNDS

@@ -67,12 +67,13 @@ class GpuCheck(NamedTuple):
             notes += [f"{kernel}, {precision}: {text}" for text in entry.get("reasons", ())]
         columns = ("kernel", "precision", "outcome", "tile", "cases served", "largest error / bound")
         title = f"Fused kernels on {self.verdict['machine']['gpu']}"
-        times = Bench().tables(self.records, Run(Settled())) if self.records else []
+        times = Bench().view("tables", self.records, Run(Settled())) if self.records else []
         return [Table(title, columns, tuple(rows), (*notes,)), *times]
 
     def sentences(self) -> list[str]:
         """Speeds against exact attention, with crossovers."""
-        return Bench().sentences(self.records, Run(Settled())) if self.records else []
+        sentences: list[str] = Bench().view("sentences", self.records, Run(Settled())) if self.records else []
+        return sentences
 
     def page(self) -> str:
         """One page of Markdown."""

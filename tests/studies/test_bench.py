@@ -108,15 +108,15 @@ def test_a_gpu_has_a_second_pair_of_tables_a_sentence_and_a_plot_of_device_times
         replace(record(label, device="cuda", l2="cold"), device_times_s=samples(factor))
         for label, factor in (("exact", 0.1), ("window", 0.04))
     ]
-    speeds, time, device = Bench().tables(records, UNDISTURBED)
+    speeds, time, device = Bench().view("tables", records, UNDISTURBED)
     assert time.title.endswith("; time per call, ms") and device.title.endswith("; device time per call, ms")
     assert [table.detail for table in (speeds, time, device)] == [False, True, False]
     assert [row[1] for row in device.rows] == ["0.6", "0.24"]
     assert "with a cold L2 cache" in " ".join(device.notes)
-    latency, queued = Bench().sentences(records, UNDISTURBED)
+    latency, queued = Bench().view("sentences", records, UNDISTURBED)
     assert latency == "2 heads of 8, float32, cuda, batch 2: window (1.0×? at 1024 tokens)."
     assert queued == f"Speed by device time ({speeds.title}), exact 1×: window 2.5×?."
-    assert [*Bench().plots(records, UNDISTURBED)] == ["time", "device-time"]
+    assert [*Bench().view("plots", records, UNDISTURBED)] == ["time", "device-time"]
     assert ea.Results(records).summary()[0]["device_time_s"] == pytest.approx(0.0006)
 
 

@@ -49,7 +49,7 @@ def layered(label, errors, seconds):
 
 
 def table_of(records, column="time"):
-    return Bench(column=column).tables(records, UNDISTURBED)[0]
+    return Bench(column=column).view("tables", records, UNDISTURBED)[0]
 
 
 EXACT, MEAN = [error("exact", 3e-7), time("exact", 0.010)], [error("uniform attention", 0.8)]
@@ -106,7 +106,7 @@ FASTER_ONES = "slow (error 0.05, 1.11Ã— at 512 tokens), quick (error 0.09, 2.00Ã
     ],
 )
 def test_the_sentence_goes_no_further_than_the_measurements(records, limit, claim):
-    texts = Bench(max_error=limit).sentences(records, Run(Settled(), load=0.83))
+    texts = Bench(max_error=limit).view("sentences", records, Run(Settled(), load=0.83))
     # Where no candidate was measured there is nothing to say.
     assert len(texts) == bool(claim) and all(claim in text for text in texts)
 
@@ -145,9 +145,9 @@ def drawn_run(draw):
 def test_no_sentence_says_more_than_any_records_of_a_run_hold(draw):
     models = drawn_run(draw)
     records = [record for model in models.values() for record in model]
-    Bench(column=draw.choice(COLUMNS)).tables(records, UNDISTURBED)
-    Bench().plots(records, UNDISTURBED)
-    for text in Bench().sentences(records, UNDISTURBED):
+    Bench(column=draw.choice(COLUMNS)).view("tables", records, UNDISTURBED)
+    Bench().view("plots", records, UNDISTURBED)
+    for text in Bench().view("sentences", records, UNDISTURBED):
         group = models["decoder" if text.startswith("Decoder") else "encoder"]
         errors = [record for record in group if record.case.kind == "error"]
         places = {(record.case.tokens, record.case.inputs) for record in errors}
@@ -196,7 +196,7 @@ def test_the_budget_leaves_predicted_speeds_marked_and_a_sentence_on_the_way_to_
     assert "~: extrapolated from shorter lengths." in " ".join(table.notes)
     skipped = "1 point skipped (budget): time at 2048 tokens."
     assert table.notes[-1] == f"{skipped} Continue: --resume with a larger --budget."
-    assert "window (error 0.05, ~6.8" in Bench().sentences(records, UNDISTURBED)[0]
+    assert "window (error 0.05, ~6.8" in Bench().view("sentences", records, UNDISTURBED)[0]
 
 
 def test_backends_that_cannot_be_causal_share_a_line_and_other_refusals_have_reasons():

@@ -32,7 +32,7 @@ def records(at, *, noise=0.0, lengths=LENGTHS, samples=40, around=0):
 
 
 def tables(records):
-    return Bench().tables(records, UNDISTURBED)
+    return Bench().view("tables", records, UNDISTURBED)
 
 
 def crossover(records):
@@ -88,7 +88,7 @@ def test_a_round_that_was_slow_for_both_moves_no_crossover():
 def test_too_few_rounds_or_unknown_ones_leave_the_crossover_unclear(sizes):
     few = [replace(r, round_sizes=sizes) for r in records(700)]
     assert cells(few) == {"window": "?"}
-    (table, *_), (sentence,) = tables(few), Bench().sentences(few, UNDISTURBED)
+    (table, *_), (sentence,) = tables(few), Bench().view("sentences", few, UNDISTURBED)
     assert table.rows[1][1] == "5.9×?" and "window (5.9×? at 4096 tokens)" in sentence
     assert table.notes[1].startswith("?: ")
 
@@ -118,29 +118,29 @@ def test_table_and_sentence_have_the_speed_at_the_longest_length_and_the_crossov
     table, *_ = tables(records(at))
     assert [row[table.columns.index("faster from, tokens")] for row in table.rows] == ["", start]
     clause = f", faster from {at}" if at == 700 else ""
-    (text,) = Bench().sentences(records(at), UNDISTURBED)
+    (text,) = Bench().view("sentences", records(at), UNDISTURBED)
     assert text == f"{WHERE}: window ({speed} at 4096 tokens{clause})."
     # A single length has a speed and no crossover.
     alone = records(at, lengths=LENGTHS[-1:])
     assert "faster from, tokens" not in tables(alone)[0].columns
-    assert Bench().sentences(alone, UNDISTURBED) == [f"{WHERE}: window ({speed} at 4096 tokens)."]
+    assert Bench().view("sentences", alone, UNDISTURBED) == [f"{WHERE}: window ({speed} at 4096 tokens)."]
 
 
 def test_what_is_unusual_about_the_runs_is_said_and_settings_are_never_mixed():
     changes = {"causal": True, "backward": True, "batch": 4, "num_heads": 1}
     unusual = [replace(record, case=replace(record.case, **changes)) for record in records(700)]
-    _, text = Bench().sentences([*records(700), *unusual], UNDISTURBED)
+    _, text = Bench().view("sentences", [*records(700), *unusual], UNDISTURBED)
     place = "1 head of 8, float32, 2 CPU threads, batch 4, causal, forward and backward"
     assert text.startswith(f"{place}: window (5.85×")
     exact = [record for record in records(700) if record.case.label == "exact"]
-    assert Bench().sentences(exact + unusual[1::2], UNDISTURBED) == []
+    assert Bench().view("sentences", exact + unusual[1::2], UNDISTURBED) == []
 
 
 @pytest.mark.parametrize(("window_s", "exact_s"), [(1e150, 1e-290), (1e-290, 1e150)])
 def test_a_ratio_that_no_float_can_hold_is_not_told(window_s, exact_s):
     seconds = {"window": window_s, "exact": exact_s}
     extreme = [replace(record, times_s=(seconds[record.case.label],) * 40) for record in records(700)]
-    assert Bench().sentences(extreme, UNDISTURBED) == []
+    assert Bench().view("sentences", extreme, UNDISTURBED) == []
 
 
 def test_the_ceiling_of_a_block_has_a_row_and_no_sentence():
@@ -152,5 +152,5 @@ def test_the_ceiling_of_a_block_has_a_row_and_no_sentence():
     ]
     table, times, *_ = tables([*blocks, *ceiling])
     assert CEILING in {row[0] for row in table.rows} and times.title.endswith("; time per call, ms")
-    (text,) = Bench().sentences([*blocks, *ceiling], UNDISTURBED)
+    (text,) = Bench().view("sentences", [*blocks, *ceiling], UNDISTURBED)
     assert text.startswith(f"Block: {WHERE}: window") and CEILING not in text

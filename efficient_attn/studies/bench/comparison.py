@@ -21,7 +21,6 @@ from efficient_attn.stats.estimates import (
     OPEN,
     Typical,
     bland,
-    by_subject,
     call_time,
     curves,
     grouped,
@@ -156,7 +155,7 @@ def comparisons(records: Iterable[Record]) -> list[Comparison]:
     errors = [r for r in records if (r.case.kind, r.case.of) == ("error", "output")]
     calls = [r for r in records if r.case.kind in ("time", "memory")]
     speeds: dict[tuple[Any, ...], dict[str, Mapping[int, Typical]]] = {}
-    for group in by_subject(calls).values():
+    for group in grouped(calls, "of", "layers"):
         for row in speed_ups(curves(group, "time_s")):
             speeds.setdefault(_setting(row.case), {})[row.case.label] = row.ratios
     settings, joined = list[Comparison](), set[str]()
