@@ -373,9 +373,9 @@ def parse(text: bytes, source: str, kind: type[Record] = Record) -> Record:
         raise DataError(f"{source} is no record: {' '.join(str(error).split())[:200]}.") from None
     values = msgspec.structs.asdict(row)
     measured = {name: values[name] for name in kind.fields()}
-    for name in ("times_s", "device_times_s"):
-        if None in (measured[name] or ()):
-            # Null replaces a time that was not finite, named in `reason`, and is no sample.
-            measured[name] = tuple(time_s for time_s in measured[name] if time_s is not None) or None
+    for name, value in measured.items():
+        if isinstance(value, tuple):
+            # Null replaces a number that was not finite, named in `reason`, and is no sample.
+            measured[name] = tuple(sample for sample in value if sample is not None) or None
     case = msgspec.convert(row, Case, from_attributes=True)
     return kind(case=case, status=row.status, reason=row.reason, measured=measured)

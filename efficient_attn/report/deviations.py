@@ -24,7 +24,8 @@ def deviation_table(records: Iterable[Record], quantity: str) -> list[Table]:
     """
     rows, measured = [], [record for record in records if record.output_correlation is not None]
     for record in measured:
-        cells = [_cell(record, name) for name in (quantity, *_QUANTITIES)]
+        draws = [record.measured.get(f"{name}_draws") for name in (quantity, *_QUANTITIES)]
+        cells = [show_error(middle(values)[0]) if values else NOT_MEASURED for values in draws]
         rows.append((record.case.label, *cells, _spread(record), "bland" if bland(record) else ""))
     if not rows:
         return []
@@ -32,12 +33,6 @@ def deviation_table(records: Iterable[Record], quantity: str) -> list[Table]:
     title = f"Deviation from uniform attention: {describe(case.inputs)}; {case.tokens} tokens"
     note = f"{CORRELATION_NOTE} ρ: ratio of their norms, best at c; rescaled: the error at ρ = c."
     return [Table(title, _COLUMNS, tuple(rows), (note,), detail=True)]
-
-
-def _cell(record: Record, name: str) -> str:
-    # A draw that was not finite is null in the file.
-    draws = [draw for draw in record.measured.get(f"{name}_draws") or () if draw is not None]
-    return show_error(middle(draws)[0]) if draws else NOT_MEASURED
 
 
 def _spread(record: Record) -> str:

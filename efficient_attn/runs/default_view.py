@@ -28,8 +28,8 @@ def flat_row(record: Record) -> dict[str, Any]:
             row["tokens_per_s"] = record.case.batch * record.case.tokens / median
     for name in [name for name in row if record.measured.get(f"{name}_draws")]:
         row[f"{name}_mean"] = row.pop(name)
-        draws = [draw for draw in record.measured[f"{name}_draws"] if draw is not None]
-        if draws and record.case.of not in ("kernel", "model"):
+        if record.case.of not in ("kernel", "model"):
+            draws = record.measured[f"{name}_draws"]
             row[name], row[f"{name}_low"], row[f"{name}_high"], _ = middle(draws)
     if record.device_times_s:
         row["device_time_s"] = call_time(on_device(record)).median

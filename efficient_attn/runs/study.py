@@ -91,7 +91,7 @@ class Study:
     Attributes:
         record: Class of its records, with their quantities.
         budget_s: Seconds of measuring unless the user names others; None: no limit.
-        views: Module with functions of (records, run): `tables`, `sentences`, which begin with the conclusion,
+        views: Module with functions of (records, run): `tables`, `sentences` with the conclusion first,
             `plots` by the name of their files, and further `files`, {name: text}.
     """
 

@@ -200,7 +200,7 @@ def _samples(quantity: Quantity, records: Sequence[Record]) -> list[float]:
     ]
     draws = getattr(records[0], quantity.samples or "", None) or ()
     samples = values if len(records) > 1 or not draws else draws
-    if not all(value is not None and abs(value) < _LARGEST for value in (*values, *samples)):
+    if not all(abs(value) < _LARGEST for value in (*values, *samples)):
         return []
     # Draws of a model are listed text by text, and all texts together are one measurement.
     texts = records[0].texts or 1 if samples is draws and records[0].case.kind == "swap" else 1

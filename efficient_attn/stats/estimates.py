@@ -179,7 +179,6 @@ def round_times(record: Record) -> Floats:
     times_s, sizes = record.times_s or (), record.round_sizes or ()
     if not sizes or not all(type(size) is int and size >= 0 for size in sizes) or sum(sizes) != len(times_s):
         return np.empty(0)
-    # Times that were not finite are null in a file.
     times = np.array(times_s, dtype=float)
     if not ((times > _SHORTEST_S) & (times < _LONGEST_S)).all():
         return np.empty(0)

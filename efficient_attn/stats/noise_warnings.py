@@ -29,14 +29,8 @@ def remedy(load: float) -> str:
 
 def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
     """Sentences on conditions and calls that make times uncertain or wrong."""
-    timed = [
-        record
-        for record in records
-        if record.case.kind == "time"
-        and record.status == "ok"
-        # Times that were not finite are null in a file.
-        and any(time_s is not None and time_s > 0 for time_s in record.times_s or ())
-    ]
+    ok = [record for record in records if record.case.kind == "time" and record.status == "ok"]
+    timed = [record for record in ok if any(time_s > 0 for time_s in record.times_s or ())]
     if not timed:
         return []
     several = [rounds for record in timed if len(rounds := round_times(record)) > 1]

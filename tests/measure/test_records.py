@@ -144,10 +144,12 @@ def test_a_record_has_every_declared_quantity_and_no_other():
 
 def test_numbers_of_numpy_are_written_and_a_number_that_is_not_finite_becomes_null_with_a_reason():
     draws = (np.float64("inf"), np.float64(0.1), float("nan"))
-    row = json.loads(line(Record(case=CASE, output_mse=np.float64(0.5), output_mse_draws=draws)))
+    text = line(Record(case=CASE, output_mse=np.float64(0.5), output_mse_draws=draws))
+    row = json.loads(text)
+    assert parse(text.encode(), "It").output_mse_draws == (0.1,)
     assert row["output_mse"] == 0.5 and row["output_mse_draws"] == [None, 0.1, None]
     assert row["reason"] == "not a finite number: output_mse_draws"
-    # A time that was not finite is no sample.
+    # What was not finite is no sample.
     for times_s, samples in (((float("inf"), 0.5), (0.5,)), ((float("nan"),), None)):
         assert parse(line(Record(case=CASE, times_s=times_s)).encode(), "It").times_s == samples
 

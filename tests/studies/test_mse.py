@@ -179,6 +179,6 @@ def test_the_size_from_which_unbiased_features_are_nearer_is_named(sizes, senten
 @pytest.mark.parametrize("heads", ["no JSON", "[1, 2]", '[[1, "c"]]'])
 def test_a_damaged_record_has_a_row_of_deviations_without_the_lost_numbers(heads):
     record = ea.mse(["window"], **SMALL).records[-1]
-    values = {"output_by_head": heads, "output_relative_error_draws": (None,)}
+    values = {"output_by_head": heads, "output_relative_error_draws": None}
     (table,) = deviation_table([replace(record, **values)], "output_relative_error")
     assert table.rows[0][1] == table.rows[0][5] == "–"

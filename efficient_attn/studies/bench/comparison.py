@@ -295,10 +295,9 @@ def _medians(records: Sequence[Record], quantity: str) -> list[float]:
     """Median over the draws of each record, without draws the value, of finite ones."""
     values = []
     for record in records:
-        mean, draws = getattr(record, quantity), getattr(record, f"{quantity}_draws") or ()
-        # A draw that was not finite is null in the file.
-        if mean is not None and None not in draws:
-            values.append(median(draws or [mean]))
+        mean = getattr(record, quantity)
+        if mean is not None:
+            values.append(median(getattr(record, f"{quantity}_draws") or [mean]))
     return values
 
 

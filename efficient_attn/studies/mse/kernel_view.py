@@ -74,8 +74,7 @@ def entry_of(record: Record) -> Entry | None:
         return None
     square, expected = record.kernel_value**2, record.expected_kernel_mse
     expected = None if expected is None else expected / square
-    # A non-finite draw is null in the file.
-    draws = [draw / square for draw in record.measured.get("kernel_mse_draws", ()) if draw is not None]
+    draws = [draw / square for draw in record.measured.get("kernel_mse_draws", ())]
     value = fmean(draws) if draws else math.nan if expected is None else expected
     wide = WIDE * stdev(draws) / math.sqrt(len(draws)) if len(draws) > 1 else 0.0
     norm, angle = map(float, pair.groups())

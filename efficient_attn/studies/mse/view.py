@@ -124,9 +124,8 @@ def _panel(records: Sequence[Record], quantity: str) -> Panel:
 
 
 def _point(record: Record, quantity: str) -> ErrorPoint:
-    # A non-finite draw is null in the file.
-    draws = [draw for draw in getattr(record, f"{quantity}_draws") or () if draw is not None]
-    return ErrorPoint(sized(record.case).size, *middle(draws or [getattr(record, quantity)]), record)
+    draws = getattr(record, f"{quantity}_draws") or [getattr(record, quantity)]
+    return ErrorPoint(sized(record.case).size, *middle(draws), record)
 
 
 def interval(points: Curve) -> str:
