@@ -20,14 +20,7 @@ from efficient_attn.backends import build, resolve
 from efficient_attn.contained import contained, described, one_line
 from efficient_attn.errors import AttentionError, UnsupportedError
 from efficient_attn.external import AdaptedAttention
-from efficient_attn.measure import memory
-from efficient_attn.measure.error import (
-    backends_in,
-    check_call,
-    check_gradients,
-    mean_of_values,
-    outputs_checked,
-)
+from efficient_attn.measure import error, memory
 from efficient_attn.measure.memory import Call
 from efficient_attn.measure.new_values import Values
 from efficient_attn.measure.record import DECODED, SAME_INPUTS, Case, Record, replace
@@ -75,7 +68,7 @@ def prepare(case: Case, target: Any) -> Prepared:
     module = _build(case, spec).to(device=case.device, dtype=getattr(torch, case.dtype)).eval()
     calibrated_on = None
     # Calibration on the measured inputs is not part of the measured call.
-    if any(backend.needs_calibration for backend in backends_in(module)):
+    if any(backend.needs_calibration for backend in error.backends_in(module)):
         calibrate(module, *tensors)
         calibrated_on = SAME_INPUTS
     streams = case.causal and bool(spec.capabilities.streaming)
@@ -124,7 +117,7 @@ _VALUES = BackendSpec(
 
 
 def _mean(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
-    return mean_of_values(q, v, causal=causal, key_mask=key_mask).contiguous()
+    return error.mean_of_values(q, v, causal=causal, key_mask=key_mask).contiguous()
 
 
 MEAN = BackendSpec(
@@ -153,12 +146,12 @@ def _backward(module: Any, inputs: list[Tensor], gradient: Tensor) -> Call:
 
 def _checked(module: Any, call: Call, case: Case) -> object:
     """Make the call; raises on an invalid output, or a missing or non-finite gradient."""
-    with outputs_checked(module):
+    with error.outputs_checked(module):
         result = call()
     # A backend may have unused parameters; baselines do not read q and k.
     if case.backward and case.backend not in BASELINES:
         names = ("q", "k", "v") if case.of == "attention" else ("x",)
-        check_gradients(dict(zip(names, result, strict=False)))
+        error.check_gradients(dict(zip(names, result, strict=False)))
     return result
 
 
@@ -210,7 +203,7 @@ def _decoding(module: Any, inputs: list[Tensor]) -> Call:
     def call() -> object:
         return module.extend(*last, state)[0]
 
-    check_call(module, last, {}, call())
+    error.check_call(module, last, {}, call())
     return call
 
 

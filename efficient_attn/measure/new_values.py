@@ -8,14 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.measure import memory
-from efficient_attn.measure.error import (
-    WrongOutputError,
-    backends_in,
-    exact_output,
-    random_positions,
-    relative_error,
-)
+from efficient_attn.measure import error, memory
 from efficient_attn.measure.memory import Call
 from efficient_attn.measure.record import DECODED, Case, replace
 
@@ -41,7 +34,7 @@ class Values:
     def __init__(
         self, case: Case, module: nn.Module, call: Call, tensors: list[Tensor], sources: list[Tensor]
     ) -> None:
-        self._case, self._backend, self._call = case, backends_in(module)[0], call
+        self._case, self._backend, self._call = case, error.backends_in(module)[0], call
         # The result is the output of the only backend.
         self._alone = case.of == "attention" and not case.backward
         rows = slice(-1 if case.execution == DECODED else None, None)
@@ -98,7 +91,7 @@ class Values:
             self.renew()
             wrong = wrong and self._is_wrong(self._call())
         if wrong:
-            raise WrongOutputError(
+            raise error.WrongOutputError(
                 "the output is not that of the inputs, which get new values in place before each call."
             )
         if not self._alone:
@@ -126,7 +119,7 @@ class Values:
             return False
         # Denominators near zero magnify errors on some values, and equally on copies of these values.
         with torch.no_grad():
-            return relative_error(output, self._backend(*self._values([None] * 3))) > eps**0.5
+            return error.relative_error(output, self._backend(*self._values([None] * 3))) > eps**0.5
 
     @torch.no_grad()
     def _error_of(self, output: Tensor) -> float:
@@ -134,7 +127,8 @@ class Values:
         if self._case.execution == DECODED:
             return 0.0
         q, k, v = (x[:1, :1] for x in self._values([None] * 3))
-        rows = random_positions(q.shape[2], min(_COMPARED, q.shape[2]), torch.Generator().manual_seed(0))
-        rows, problem = rows.to(q.device), self._backend.problem
-        exact = exact_output(q, k, v, scale=problem.factor, causal=problem.causal, rows=rows)
-        return relative_error(output[:1, :1, rows], exact)
+        compared, generator = min(_COMPARED, q.shape[2]), torch.Generator().manual_seed(0)
+        rows, problem = error.random_positions(q.shape[2], compared, generator), self._backend.problem
+        rows = rows.to(q.device)
+        exact = error.exact_output(q, k, v, scale=problem.factor, causal=problem.causal, rows=rows)
+        return error.relative_error(output[:1, :1, rows], exact)

@@ -72,8 +72,7 @@ class GpuCheck(NamedTuple):
 
     def sentences(self) -> list[str]:
         """Speeds against exact attention, with crossovers."""
-        sentences: list[str] = Bench().view("sentences", self.records, Run(Settled())) if self.records else []
-        return sentences
+        return Bench().view("sentences", self.records, Run(Settled())) if self.records else []
 
     def page(self) -> str:
         """One page of Markdown."""

@@ -14,14 +14,7 @@ from efficient_attn.measure.clock import COLD, LOOKS
 from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S, Measurer
 from efficient_attn.measure.record import DECODED, Record
 from efficient_attn.measure.units import parse_seconds, parse_sizes
-from efficient_attn.measure.variants import (
-    CEILING,
-    GAUSSIAN,
-    YARDSTICK,
-    Variant,
-    is_yardstick,
-    select,
-)
+from efficient_attn.measure.variants import CEILING, GAUSSIAN, YARDSTICK, Variant, is_yardstick, select
 from efficient_attn.options import one_of, option, positive_number
 from efficient_attn.problem import positive_count
 from efficient_attn.runs import shared_options as shared

@@ -17,15 +17,7 @@ from efficient_attn.measure.variants import (
     single_names,
 )
 from efficient_attn.runs.store import over_budget
-from efficient_attn.stats.estimates import (
-    OPEN,
-    Typical,
-    bland,
-    call_time,
-    curves,
-    grouped,
-    middle,
-)
+from efficient_attn.stats import estimates
 from efficient_attn.stats.predicted_time import extrapolated
 from efficient_attn.stats.speeds import speed_ups
 
@@ -86,7 +78,7 @@ class Row(NamedTuple):
     errors: Mapping[int, Error]
     largest: float | None
     times: Mapping[int, Record]
-    speeds: Mapping[int, Typical]
+    speeds: Mapping[int, estimates.Typical]
     peaks: Mapping[int, int]
     state_bytes: int | None
     weights_bytes: int | None
@@ -104,7 +96,7 @@ class Row(NamedTuple):
         return self.label.partition(" ·")[0] == YARDSTICK
 
     @property
-    def speed(self) -> Typical | None:
+    def speed(self) -> estimates.Typical | None:
         """Speed-up at the longest length."""
         return self.speeds[max(self.speeds)] if self.speeds else None
 
@@ -112,7 +104,7 @@ class Row(NamedTuple):
     def outcome(self) -> str:
         """Outcome of the measured speed-up at the longest length."""
         measured = [tokens for tokens, speed in self.speeds.items() if speed.samples]
-        return self.speeds[max(measured)].outcome if measured else OPEN
+        return self.speeds[max(measured)].outcome if measured else estimates.OPEN
 
 
 class Comparison(NamedTuple):
@@ -154,18 +146,18 @@ def comparisons(records: Iterable[Record]) -> list[Comparison]:
     records = [*{record.case.key: record for record in records}.values()]
     errors = [r for r in records if (r.case.kind, r.case.of) == ("error", "output")]
     calls = [r for r in records if r.case.kind in ("time", "memory")]
-    speeds: dict[tuple[Any, ...], dict[str, Mapping[int, Typical]]] = {}
-    for group in grouped(calls, "of", "layers"):
-        for row in speed_ups(curves(group, "time_s")):
+    speeds: dict[tuple[Any, ...], dict[str, Mapping[int, estimates.Typical]]] = {}
+    for group in estimates.grouped(calls, "of", "layers"):
+        for row in speed_ups(estimates.curves(group, "time_s")):
             speeds.setdefault(_setting(row.case), {})[row.case.label] = row.ratios
     settings, joined = list[Comparison](), set[str]()
-    for group in grouped(calls, *_SETTING):
+    for group in estimates.grouped(calls, *_SETTING):
         case = group[0].case
         for source in _models(errors, case) or [[]]:
             joined |= {record.case.key for record in source}
             settings.append(_comparison(case, group, source, speeds.get(_setting(case), {})))
     alone = [record for record in errors if record.case.key not in joined]
-    for group in grouped(alone, *_SHAPE):
+    for group in estimates.grouped(alone, *_SHAPE):
         settings += [_comparison(group[0].case, [], source, {}) for source in _by_model(group)]
     return settings
 
@@ -197,7 +189,10 @@ def _by_model(errors: Sequence[Record]) -> list[list[Record]]:
 
 
 def _comparison(
-    case: Case, calls: Sequence[Record], errors: Sequence[Record], speeds: Mapping[str, Mapping[int, Typical]]
+    case: Case,
+    calls: Sequence[Record],
+    errors: Sequence[Record],
+    speeds: Mapping[str, Mapping[int, estimates.Typical]],
 ) -> Comparison:
     layers: dict[int, set[str]] = {}
     for record in errors:
@@ -205,17 +200,17 @@ def _comparison(
     most = max(map(len, layers.values()), default=0)
     times = {
         group[0].case.label: {r.case.tokens: r for r in group if r.status == "ok" and r.times_s}
-        for group in grouped((r for r in calls if r.case.kind == "time"), "label")
+        for group in estimates.grouped((r for r in calls if r.case.kind == "time"), "label")
     }
     exact = next((times[r.case.label] for r in calls if is_yardstick(r.case) and r.case.label in times), {})
     rows = []
-    for group in grouped((*errors, *calls), "label"):
+    for group in estimates.grouped((*errors, *calls), "label"):
         label = group[0].case.label
         ratios = {**_predicted(group, times.get(label, {}), exact), **speeds.get(label, {})}
         # A file may hold times whose ratio no float can hold.
         ratios = {tokens: ratio for tokens, ratio in ratios.items() if 0 < ratio.median < math.inf}
         if group[0].case.backend == YARDSTICK and times.get(label) is exact:
-            ratios = {tokens: Typical(1.0, 1.0, 1.0, 1) for tokens in exact}
+            ratios = {tokens: estimates.Typical(1.0, 1.0, 1.0, 1) for tokens in exact}
         statuses = {record.status for record in group}
         if "ok" in statuses or "unsupported" not in statuses:
             rows.append(_row(group, layers, times.get(label, {}), dict(sorted(ratios.items()))))
@@ -228,16 +223,16 @@ def _comparison(
 
 def _predicted(
     group: Sequence[Record], times: Mapping[int, Record], exact: Mapping[int, Record]
-) -> dict[int, Typical]:
+) -> dict[int, estimates.Typical]:
     """Speed-ups where the budget left out a time, each time extrapolated from its own lengths."""
     left = {r.case.tokens for r in group if r.case.kind == "time" and over_budget(r)}
-    sides = [{n: call_time(record).median for n, record in side.items()} for side in (exact, times)]
+    sides = [{n: estimates.call_time(record).median for n, record in side.items()} for side in (exact, times)]
     speeds = {}
     for tokens in left | (times.keys() - exact.keys() if exact else set()):
         exact_s, own_s = (extrapolated(side, tokens) for side in sides)
         if exact_s is not None and own_s is not None:
             value, low, high = exact_s[0] / own_s[0], exact_s[1] / own_s[2], exact_s[2] / own_s[1]
-            speeds[tokens] = Typical(value, low, high, samples=0)
+            speeds[tokens] = estimates.Typical(value, low, high, samples=0)
     return speeds
 
 
@@ -245,10 +240,10 @@ def _row(
     group: Sequence[Record],
     layers: Mapping[int, set[str]],
     times: Mapping[int, Record],
-    speeds: Mapping[int, Typical],
+    speeds: Mapping[int, estimates.Typical],
 ) -> Row:
     measured = [r for r in group if r.case.kind == "error" and r.status == "ok"]
-    by_length = {part[0].case.tokens: part for part in grouped(measured, "tokens")}
+    by_length = {part[0].case.tokens: part for part in estimates.grouped(measured, "tokens")}
     errors = {n: e for n, part in by_length.items() if (e := _error(part, len(layers[n]))) is not None}
     memory = [r for r in group if r.case.kind == "memory" and r.status == "ok"]
     last = max(memory, key=lambda record: record.case.tokens, default=None)
@@ -275,7 +270,7 @@ def _error(records: Sequence[Record], layers: int) -> Error | None:
     low, high = min(values), max(values)
     draws = records[0].measured.get("output_relative_error_draws")
     if layers == 1 and draws:
-        _, low, high, _ = middle(draws)
+        _, low, high, _ = estimates.middle(draws)
     mses, correlations = (_medians(records, name) for name in ("output_mse", "output_correlation"))
     # Exact attention reads all keys by its name.
     keys = [r.density for r in records if r.density is not None and r.case.backend != YARDSTICK]
@@ -286,7 +281,7 @@ def _error(records: Sequence[Record], layers: int) -> Error | None:
         layers=layers,
         mse=max(mses, default=None),
         correlation=min(correlations, default=None),
-        bland=any(map(bland, records)),
+        bland=any(map(estimates.bland, records)),
         keys=max(keys, default=None),
     )
 

@@ -4,34 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
+from efficient_attn.report import text
 from efficient_attn.report.deviations import CORRELATION_NOTE, deviation_table
 from efficient_attn.report.table import NOT_MEASURED, PREDICTED, UNDECIDED, Table
-from efficient_attn.report.text import (
-    QUEUED_NOTE,
-    calibration_note,
-    describe,
-    failure_notes,
-    layer_words,
-    mark_notes,
-    setting,
-    show_correlation,
-    show_error,
-    show_ratio,
-    show_spread,
-    three_digits,
-)
 from efficient_attn.runs.study import Run, Settled
-from efficient_attn.stats.estimates import (
-    DEVICE_TIME,
-    OPEN,
-    SHIFT_HALF_WIDTH,
-    Curve,
-    Typical,
-    by_clock,
-    call_time,
-    curves,
-    grouped,
-)
+from efficient_attn.stats import estimates
 from efficient_attn.stats.predicted_time import crossover
 from efficient_attn.studies.bench.comparison import REFERENCES, ROUNDING, Comparison, Row, comparisons
 
@@ -45,8 +22,8 @@ _ERRORS = (
 )
 _SPEEDS = (
     "speed-up: median over rounds, decided once its 95 % interval excludes 1 or lies within 10 % of 1. Two "
-    f"runs often differ by a further ±{100 * SHIFT_HALF_WIDTH:.0f} %. Starred: best decided value but exact. "
-    "All lengths: report.html."
+    f"runs often differ by a further ±{100 * estimates.SHIFT_HALF_WIDTH:.0f} %. Starred: best decided value "
+    "but exact. All lengths: report.html."
 )
 
 
@@ -55,19 +32,19 @@ def tables(records: Sequence[Record], run: Run[Settled]) -> list[Table]:
     settings = comparisons(records)
     shown = [_comparison_table(x, run) for x in settings if x.rows]
     for heading, calls in calls_by_heading(settings, run).items():
-        for clock, timed in by_clock(calls).items():
+        for clock, timed in estimates.by_clock(calls).items():
             caches = " or ".join(sorted({record.case.l2 for record in timed if record.case.l2}))
-            notes = [QUEUED_NOTE.format(caches)] if clock == DEVICE_TIME else []
+            notes = [text.QUEUED_NOTE.format(caches)] if clock == estimates.DEVICE_TIME else []
             title = f"{heading}; {clock} per call, ms"
-            cost = _cost_table(title, curves(timed, "time_s"), _MILLISECOND, notes)
-            shown += [table._replace(detail=clock != DEVICE_TIME) for table in cost]
-        memory = _cost_table(f"{heading}; peak memory, MiB", curves(calls, "peak_bytes"), _MEBIBYTE)
+            cost = _cost_table(title, estimates.curves(timed, "time_s"), _MILLISECOND, notes)
+            shown += [table._replace(detail=clock != estimates.DEVICE_TIME) for table in cost]
+        memory = _cost_table(f"{heading}; peak memory, MiB", estimates.curves(calls, "peak_bytes"), _MEBIBYTE)
         shown += [table._replace(detail=True) for table in memory]
     shown += [_speed_table(x) for x in settings if len({n for row in x.rows for n in row.speeds}) > 1]
     shown += [_error_table(x) for x in settings if len({n for row in x.rows for n in row.errors}) > 1]
     for comparison in settings:
         errors = [record for record in comparison.records if record.case.tokens == comparison.tokens]
-        for layer in grouped(errors, "inputs"):
+        for layer in estimates.grouped(errors, "inputs"):
             shown += deviation_table(layer, "output_relative_error")
     return shown
 
@@ -99,13 +76,14 @@ def _comparison_table(comparison: Comparison, run: Run[Settled]) -> Table:
     }
     columns = {head: cells for head, cells in columns.items() if {*cells} - {NOT_MEASURED, ""}}
     rows = tuple(zip([row.label for row in shown], *columns.values(), strict=True))
+    doubt = _doubt(comparison, run.study.most_rounds)
     notes = (
         *([_ERRORS] if errors_at else []),
         *([f"{CORRELATION_NOTE} Worst layer."] if further in columns and column == "corr" else []),
         *([_SPEEDS] if longest else []),
-        *mark_notes(rows, "extrapolated from shorter lengths", _doubt(comparison, run.study.most_rounds)),
-        *calibration_note(comparison.records),
-        *failure_notes(comparison.records),
+        *text.mark_notes(rows, "extrapolated from shorter lengths", doubt),
+        *text.calibration_note(comparison.records),
+        *text.failure_notes(comparison.records),
     )
     # Who reads all keys, or approximates nothing, is not compared.
     reading = {row.label for row in shown if errors_at in row.errors and row.errors[errors_at].reads_all}
@@ -124,7 +102,7 @@ def _comparison_table(comparison: Comparison, run: Run[Settled]) -> Table:
 
 def _memory_cell(row: Row, tokens: int) -> str:
     peak = row.peaks.get(tokens)
-    return _failure(row, "memory") if peak is None else three_digits(peak / _MEBIBYTE)
+    return _failure(row, "memory") if peak is None else text.three_digits(peak / _MEBIBYTE)
 
 
 def _failure(row: Row, kind: str) -> str:
@@ -135,7 +113,7 @@ def _failure(row: Row, kind: str) -> str:
 def _doubt(comparison: Comparison, rounds: int) -> str:
     """Meaning of a question mark, and how to go on if the budget ended before the rounds."""
     speeds = [speed for row in comparison.rows for speed in row.speeds.values() if speed.samples]
-    done = [speed.samples for speed in speeds if speed.outcome == OPEN]
+    done = [speed.samples for speed in speeds if speed.outcome == estimates.OPEN]
     if not done:
         return "the interval reaches beyond ×3, or beyond the measured lengths"
     further = "" if min(done) >= rounds else ". Continue: --resume with a larger --budget"
@@ -157,27 +135,28 @@ def _further(column: str, row: Row, errors_at: int, longest: int) -> str:
     """Cell of the column that an option chooses."""
     error = row.errors.get(errors_at)
     if column == "time":
-        timed = row.times.get(longest)
-        return NOT_MEASURED if timed is None else show_spread(*call_time(timed)[:3], unit=_MILLISECOND)
+        if longest not in row.times:
+            return NOT_MEASURED
+        return text.show_spread(*estimates.call_time(row.times[longest])[:3], unit=_MILLISECOND)
     if column == "mse":
-        return NOT_MEASURED if error is None or error.mse is None else show_error(error.mse)
+        return NOT_MEASURED if error is None or error.mse is None else text.show_error(error.mse)
     if column == "corr":
         if error is None or error.correlation is None:
             return NOT_MEASURED
-        return f"{show_correlation(error.correlation)}{' bland' * error.bland}"
+        return f"{text.show_correlation(error.correlation)}{' bland' * error.bland}"
     if column == "keys":
         return NOT_MEASURED if error is None or error.keys is None else f"{100 * error.keys:.2g} %"
     size = getattr(row, f"{column}_bytes")
-    return NOT_MEASURED if size is None else three_digits(size / 2**10)
+    return NOT_MEASURED if size is None else text.three_digits(size / 2**10)
 
 
 def heading_of(comparison: Comparison, run: Run[Settled]) -> str:
     """Inputs of the errors and setting of the calls: `encoder, layers 0, 1, 5: 12 heads of 32, …`."""
     case, free = comparison.case, run.settled.free_cores
     subject = "" if case.of in ("attention", "output") else f"{case.of}: "
-    inputs = "" if comparison.inputs is None else f"{describe(comparison.inputs)}: "
+    inputs = "" if comparison.inputs is None else f"{text.describe(comparison.inputs)}: "
     cores = "" if free is None else f"; {free}"
-    return f"{(subject + inputs)[:1].upper()}{(subject + inputs)[1:]}{setting(case)}{cores}"
+    return f"{(subject + inputs)[:1].upper()}{(subject + inputs)[1:]}{text.setting(case)}{cores}"
 
 
 def error_cell(row: Row | None, tokens: int) -> str:
@@ -185,9 +164,9 @@ def error_cell(row: Row | None, tokens: int) -> str:
     if row is None or tokens not in row.errors:
         return NOT_MEASURED if row is None else _failure(row, "error")
     error = row.errors[tokens]
-    worst, low, high = map(show_error, error[:3])
-    text = f"{worst} all keys" if error.reads_all else worst
-    return text if low == high or error.worst < ROUNDING else f"{text}\t{low} to {high}"
+    worst, low, high = map(text.show_error, error[:3])
+    shown = f"{worst} all keys" if error.reads_all else worst
+    return shown if low == high or error.worst < ROUNDING else f"{shown}\t{low} to {high}"
 
 
 def _speed_cell(row: Row, tokens: int) -> str:
@@ -197,7 +176,8 @@ def _speed_cell(row: Row, tokens: int) -> str:
         return _failure(row, "time")
     if row.is_exact:
         return "1×"
-    return show_ratio(speed) if speed.samples else f"{PREDICTED}{show_ratio(speed).replace(UNDECIDED, '')}"
+    shown = text.show_ratio(speed)
+    return shown if speed.samples else f"{PREDICTED}{shown.replace(UNDECIDED, '')}"
 
 
 def start_cell(row: Row) -> str:
@@ -205,7 +185,7 @@ def start_cell(row: Row) -> str:
     return crossover_cell(row.speeds) if len(row.speeds) > 1 and not row.is_exact else ""
 
 
-def crossover_cell(ratios: Mapping[int, Typical]) -> str:
+def crossover_cell(ratios: Mapping[int, estimates.Typical]) -> str:
     """Cell `910` with its interval, `?` behind if that is wider than the measured lengths."""
     speeds = {tokens: ratio for tokens, ratio in ratios.items() if ratio.low is not None}
     if len(speeds) < 2:
@@ -226,7 +206,7 @@ def crossover_cell(ratios: Mapping[int, Typical]) -> str:
 
 
 def _cost_table(
-    title: str, all_curves: Sequence[Curve], unit: float, notes: Iterable[str] = ()
+    title: str, all_curves: Sequence[estimates.Curve], unit: float, notes: Iterable[str] = ()
 ) -> list[Table]:
     """One table with a column for each length, if any point was tried before the budget ended."""
     points = [point for curve in all_curves for point in curve.points]
@@ -238,19 +218,19 @@ def _cost_table(
         costs = {
             point.tokens: point.record.status
             if point.value is None
-            else show_spread(point.value, point.low, point.high, unit=unit)
+            else text.show_spread(point.value, point.low, point.high, unit=unit)
             for point in curve.points
         }
         rows.append((curve.label, *(costs.get(tokens, "") for tokens in lengths)))
     heads = ("backend", *map(str, lengths))
-    return [Table(title, heads, tuple(rows), (*notes, *mark_notes(rows))).compared(costs=heads[1:])]
+    return [Table(title, heads, tuple(rows), (*notes, *text.mark_notes(rows))).compared(costs=heads[1:])]
 
 
 def _speed_table(comparison: Comparison) -> Table:
     lengths = sorted({tokens for row in comparison.rows for tokens in row.speeds})
     timed = [row for row in comparison.rows if row.speeds]
     rows = tuple((row.label, *(_speed_cell(row, n) for n in lengths)) for row in timed)
-    title = f"{setting(comparison.case)}; speed-up over exact"
+    title = f"{text.setting(comparison.case)}; speed-up over exact"
     return Table(title, ("backend", *map(str, lengths)), rows, (_SPEEDS,), detail=True)
 
 
@@ -262,8 +242,9 @@ def _error_table(comparison: Comparison) -> Table:
     most = max(layers.values())
     few = {n: f", {count} layer{'s' * (count > 1)}" for n, count in layers.items() if count < most}
     heads = ("backend", *(f"{n}{few.get(n, '')}" for n in lengths))
-    title = f"Relative error of the output: {describe(comparison.inputs or '')}, {setting(comparison.case)}"
-    spread = layer_words(comparison.inputs or "")
+    inputs = comparison.inputs or ""
+    title = f"Relative error of the output: {text.describe(inputs)}, {text.setting(comparison.case)}"
+    spread = text.layer_words(inputs)
     notes = (_ERRORS, f"Range: over {spread}." if "," in spread else "Interval: 95 % over the draws.")
     table = Table(title, heads, rows, notes).compared(errors=heads[1:])
     return table._replace(detail=True)

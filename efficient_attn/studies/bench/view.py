@@ -7,17 +7,7 @@ from typing import Any
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import show_bytes, show_seconds
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
-from efficient_attn.report.figures import (
-    LARGEST,
-    LIMIT_STYLE,
-    UNIFORM_STYLE,
-    Axis,
-    Chart,
-    Plot,
-    Series,
-    in_rows,
-    line_styles,
-)
+from efficient_attn.report import figures
 from efficient_attn.report.table import brief
 from efficient_attn.report.text import edges, setting, show_error, show_ratio
 from efficient_attn.runs.study import Run, Settled
@@ -40,14 +30,14 @@ _POINT = {"linestyle": "none", "markersize": 8, "markeredgewidth": 1.5, "clip_on
 
 # Costs that are drawn: by quantity, the name of the file, the title, and the axis.
 _COSTS = {
-    "time_s": ("time", "Time of one call", Axis(scale="log", show=show_seconds)),
+    "time_s": ("time", "Time of one call", figures.Axis(scale="log", show=show_seconds)),
     "peak_bytes": (
         "memory",
         "Peak memory of one call, excluding its inputs",
-        Axis(scale="log2", show=show_bytes),
+        figures.Axis(scale="log2", show=show_bytes),
     ),
 }
-_TOKENS = Axis("sequence length, tokens", "log2", "{:.0f}".format)
+_TOKENS = figures.Axis("sequence length, tokens", "log2", "{:.0f}".format)
 
 
 def sentences(records: Sequence[Record], run: Run[Settled]) -> list[str]:
@@ -140,7 +130,7 @@ def _in_words(row: Row, remark: str = "") -> str:
     return f"{row.label} ({', '.join(parts)}{remark})"
 
 
-def plots(records: Sequence[Record], run: Run[Settled]) -> dict[str, Plot]:
+def plots(records: Sequence[Record], run: Run[Settled]) -> dict[str, figures.Plot]:
     """Error against speed beside time against length, or time alone, then memory against length."""
     settings, max_error = comparisons(records), run.study.max_error
     drawn = [x for x in settings if x.tokens and any(row.is_candidate and row.speeds for row in x.rows)]
@@ -157,16 +147,16 @@ def plots(records: Sequence[Record], run: Run[Settled]) -> dict[str, Plot]:
     return pictures
 
 
-def cost_plot(groups: Mapping[str, Sequence[Record]], y: str = "time_s") -> Plot:
+def cost_plot(groups: Mapping[str, Sequence[Record]], y: str = "time_s") -> figures.Plot:
     """One cost of every backend against tokens, a chart for each group of records by its title."""
     drawn = {title: curves(records, y) for title, records in groups.items()}
     labels = {curve.label: curve.backend for group in drawn.values() for curve in group}
-    styles = line_styles([*labels.items()])
+    styles = figures.line_styles([*labels.items()])
     _, name, costs = _COSTS[y]
     charts = []
     for title, group in drawn.items():
         lengths = sorted({point.tokens for curve in group for point in curve.points})
-        chart = Chart(
+        chart = figures.Chart(
             _TOKENS._replace(ticks=lengths),
             costs._replace(limits=_limits(group)),
             tuple(_series(curve, styles[curve.label]) for curve in group),
@@ -178,31 +168,31 @@ def cost_plot(groups: Mapping[str, Sequence[Record]], y: str = "time_s") -> Plot
     conditions = setting(cases[0]) if cases and len(drawn) == 1 else ""
     if cases and y == "time_s":
         conditions += "; median over rounds, 95 % interval"
-    return Plot(name, conditions.removeprefix("; "), tuple((chart,) for chart in shown))
+    return figures.Plot(name, conditions.removeprefix("; "), tuple((chart,) for chart in shown))
 
 
 def _limits(group: Sequence[Curve]) -> tuple[float, float] | None:
     """Ends of the axis of costs: around the medians, whatever their intervals are."""
     values = [point.value for curve in group for point in curve.measured if point.value]
-    values = [value for value in values if 1 / LARGEST < value < LARGEST]
+    values = [value for value in values if 1 / figures.LARGEST < value < figures.LARGEST]
     return (min(values) / _MARGIN, max(values) * _MARGIN) if values else None
 
 
-def _series(curve: Curve, style: dict[str, object]) -> Series:
+def _series(curve: Curve, style: dict[str, object]) -> figures.Series:
     x, y = (tuple(getattr(point, name) for point in curve.points) for name in ("tokens", "value"))
     low, high = edges(point[1:4] for point in curve.points)
     hints = tuple(
         "measured" if point.value is not None else f"{point.record.status}: {point.record.reason}"
         for point in curve.points
     )
-    return Series(curve.label, x, y, style, low, high, hints=hints)
+    return figures.Series(curve.label, x, y, style, low, high, hints=hints)
 
 
-def comparison_plot(drawn: Sequence[Comparison], max_error: float) -> Plot:
+def comparison_plot(drawn: Sequence[Comparison], max_error: float) -> figures.Plot:
     """For each setting error against speed and, of several lengths, time against length."""
     labels = {row.label: row.backend for comparison in drawn for row in comparison.rows}
-    styles = line_styles([pair for pair in labels.items() if pair[1] != UNIFORM_ATTENTION])
-    errors, times = list[Chart](), list[Chart]()
+    styles = figures.line_styles([pair for pair in labels.items() if pair[1] != UNIFORM_ATTENTION])
+    errors, times = list[figures.Chart](), list[figures.Chart]()
     headings, shared = _headings([heading_of(comparison, Run(Settled())) for comparison in drawn])
     for comparison, heading in zip(drawn, headings, strict=True):
         timed = [r for r in comparison.records if r.case.kind == "time"]
@@ -212,9 +202,9 @@ def comparison_plot(drawn: Sequence[Comparison], max_error: float) -> Plot:
         errors.append(_error_chart(comparison, styles, max_error)._replace(title=heading))
     conditions = "; ".join(filter(None, (shared, "lower right is better; bands: 95 % interval")))
     if all(len(time.x.ticks) < 2 for time in times):
-        return Plot("Output error against speed-up", conditions, in_rows(errors))
+        return figures.Plot("Output error against speed-up", conditions, figures.in_rows(errors))
     rows = tuple(zip(errors, times, strict=True))
-    return Plot("Output error against speed-up, and time of one call", conditions, rows)
+    return figures.Plot("Output error against speed-up, and time of one call", conditions, rows)
 
 
 def _headings(headings: Sequence[str]) -> tuple[list[str], str]:
@@ -226,7 +216,7 @@ def _headings(headings: Sequence[str]) -> tuple[list[str], str]:
     return [", ".join(x for x in others if x not in shared) for others in parts], ", ".join(shared)
 
 
-def _error_chart(comparison: Comparison, styles: dict[str, dict[str, Any]], limit: float) -> Chart:
+def _error_chart(comparison: Comparison, styles: dict[str, dict[str, Any]], limit: float) -> figures.Chart:
     """One point a backend: error on the worst layer against the speed at the longest length."""
     shown = [
         (row, row.errors[comparison.tokens], row.speeds[comparison.longest].median)
@@ -240,16 +230,17 @@ def _error_chart(comparison: Comparison, styles: dict[str, dict[str, Any]], limi
     series = []
     for row, error, speed in shown:
         y = floor if error.worst <= ROUNDING else min(error.worst, HIGHEST)
-        series.append(Series(row.label, (speed,), (y,), {**styles[row.label], **_POINT}))
-    lines = {f"{100 * limit:g} % error": (limit, LIMIT_STYLE)}
+        series.append(figures.Series(row.label, (speed,), (y,), {**styles[row.label], **_POINT}))
+    lines = {f"{100 * limit:g} % error": (limit, figures.LIMIT_STYLE)}
     if (uniform := comparison.row(UNIFORM_ATTENTION)) and comparison.tokens in uniform.errors:
-        lines[UNIFORM_ATTENTION] = min(uniform.errors[comparison.tokens].worst, HIGHEST), UNIFORM_STYLE
-    series += [Series(label, (), (y,), style) for label, (y, style) in lines.items()]
+        worst = min(uniform.errors[comparison.tokens].worst, HIGHEST)
+        lines[UNIFORM_ATTENTION] = worst, figures.UNIFORM_STYLE
+    series += [figures.Series(label, (), (y,), style) for label, (y, style) in lines.items()]
     capped = {HIGHEST: f"> {HIGHEST:g}"} if any(error >= HIGHEST for error in real) else {}
     marks = {floor: "rounding", **{mark: f"{mark:g}" for mark in MARKS if mark > 1.3 * floor}, **capped}
-    return Chart(
-        Axis(f"speed-up at {comparison.longest} tokens", "log2", "{:g}×".format),
-        Axis(
+    return figures.Chart(
+        figures.Axis(f"speed-up at {comparison.longest} tokens", "log2", "{:g}×".format),
+        figures.Axis(
             f"relative output error, {comparison.tokens} tokens",
             "log",
             show_error,

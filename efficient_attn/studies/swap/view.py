@@ -9,25 +9,14 @@ from efficient_attn.report import text
 from efficient_attn.report.table import NOT_MEASURED, ORIGINAL, Table
 from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats.estimates import call_time, grouped, time_ratio
-from efficient_attn.studies.swap.names import (
-    HIDDEN,
-    KL,
-    LOSS,
-    MEAN_POOL,
-    NAMES,
-    OUTPUT,
-    OUTPUT_COSINE,
-    PERPLEXITY,
-    RECALL,
-    WIDTH,
-)
+from efficient_attn.studies.swap import names
 from efficient_attn.studies.swap.record import SwapRecord
 
 # Quantities that decide, in order of preference.
-_DECISIVE = (KL, MEAN_POOL, HIDDEN, OUTPUT)
+_DECISIVE = (names.KL, names.MEAN_POOL, names.HIDDEN, names.OUTPUT)
 
 # Columns of a decoder, whose next tokens say more than its hidden states.
-_OF_DECODERS = (KL, PERPLEXITY, LOSS, RECALL)
+_OF_DECODERS = (names.KL, names.PERPLEXITY, names.LOSS, names.RECALL)
 
 # Rounding of float32 hidden states and outputs; cosines and divergences have about its square.
 _ROUNDING = 1e-4
@@ -71,7 +60,7 @@ def swaps(records: Iterable[SwapRecord]) -> tuple[SwappedModel, ...]:
 def _swap(records: Sequence[SwapRecord]) -> SwappedModel:
     wholes = [record for record in records if record.case.layer is None]
     measured = (name for name in _DECISIVE if any(getattr(whole, name) is not None for whole in wholes))
-    quantity = next(measured, HIDDEN)
+    quantity = next(measured, names.HIDDEN)
     rows = [_row(group, quantity) for group in grouped(records, "label")]
     rows.sort(key=lambda row: row.label != ORIGINAL)
     return SwappedModel(records[0].case, tuple(rows), quantity, tuple(records))
@@ -106,24 +95,24 @@ def sentences(records: Sequence[SwapRecord], run: Run[Settled]) -> list[str]:
 
 def show_quantity(quantity: str, value: float) -> str:
     """A distance as the cosine, others unchanged."""
-    if quantity == PERPLEXITY:
+    if quantity == names.PERPLEXITY:
         return text.three_digits(value)
-    if quantity == LOSS:
+    if quantity == names.LOSS:
         return f"{value:+.4f}"
-    if quantity in (MEAN_POOL, OUTPUT_COSINE):
+    if quantity in (names.MEAN_POOL, names.OUTPUT_COSINE):
         return f"{1 - value:.{4 if value > 1e-4 else 7}f}"
     return text.show_error(value)
 
 
 def quantity_words(quantity: str, value: float) -> str:
     """`KL divergence 0.71 nats`, `mean pool cosine 0.95`."""
-    shown, (name, _, subject) = show_quantity(quantity, value), NAMES[quantity].partition(", ")
-    return f"KL divergence {shown} nats" if quantity == KL else f"{subject} {name} {shown}"
+    shown, (name, _, subject) = show_quantity(quantity, value), names.NAMES[quantity].partition(", ")
+    return f"KL divergence {shown} nats" if quantity == names.KL else f"{subject} {name} {shown}"
 
 
 def _whole(swap: SwappedModel) -> Table:
     wholes = [row.whole for row in swap.rows if row.whole is not None]
-    shown = _OF_DECODERS if swap.quantity == KL else tuple(NAMES)
+    shown = _OF_DECODERS if swap.quantity == names.KL else tuple(names.NAMES)
     measured = [name for name in shown if any(getattr(whole, name) is not None for whole in wholes)]
     rows = []
     for row in swap.rows:
@@ -142,11 +131,11 @@ def _whole(swap: SwappedModel) -> Table:
         *text.failure_notes(swap.records),
     )
     time, speed, memory = "time, ms", f"speed, {ORIGINAL} 1×", "memory, MiB"
-    columns = ("backend", *(NAMES[quantity] for quantity in measured), time, speed, memory)
-    lower = (KL, PERPLEXITY, HIDDEN, OUTPUT)
+    columns = ("backend", *(names.NAMES[quantity] for quantity in measured), time, speed, memory)
+    lower = (names.KL, names.PERPLEXITY, names.HIDDEN, names.OUTPUT)
     return Table(f"Attention replaced: {text.heading(swap.case)}", columns, tuple(rows), notes).compared(
-        errors=[NAMES[name] for name in measured if name in lower],
-        scores=[NAMES[name] for name in measured if name not in (*lower, LOSS)],
+        errors=[names.NAMES[name] for name in measured if name in lower],
+        scores=[names.NAMES[name] for name in measured if name not in (*lower, names.LOSS)],
         costs=(time, memory),
         speeds=(speed,),
     )
@@ -169,13 +158,13 @@ def _cell(row: SwapRow, quantity: str) -> str:
     whole, value = row.whole, getattr(row.whole, quantity, None)
     if value is None or whole is None:
         return next((bad.status for bad in row.failed if bad.case.kind == "swap"), NOT_MEASURED)
-    if quantity == LOSS and whole.loss_difference_error is not None:
-        return f"{value:+.4f}\t±{WIDTH * whole.loss_difference_error:.4f}"
-    if quantity == RECALL:
+    if quantity == names.LOSS and whole.loss_difference_error is not None:
+        return f"{value:+.4f}\t±{names.WIDTH * whole.loss_difference_error:.4f}"
+    if quantity == names.RECALL:
         if not whole.copy_recall_exact:
             return NOT_MEASURED
         share, width = (100 * x / whole.copy_recall_exact for x in (value, whole.copy_recall_error or 0.0))
-        return f"{share:.1f}\t±{WIDTH * width:.1f}"
+        return f"{share:.1f}\t±{names.WIDTH * width:.1f}"
     return show_quantity(quantity, value)
 
 
@@ -188,7 +177,7 @@ def _alone(swap: SwappedModel) -> list[Table]:
         if shown:
             rows.append((row.label, *(shown.get(layer, NOT_MEASURED) for layer in layers)))
     columns = ("backend", *(f"layer, {layer}" for layer in layers))
-    title = f"One layer replaced, {NAMES[swap.quantity]}: {text.heading(swap.case)}"
+    title = f"One layer replaced, {names.NAMES[swap.quantity]}: {text.heading(swap.case)}"
     return [Table(title, columns, tuple(rows), ("All other layers use exact attention.",))] if rows else []
 
 
@@ -198,7 +187,7 @@ def _nearest(swap: SwappedModel, settled: Settled) -> str:
     missing = [label for label in settled.candidates if label not in measured]
     counts = f"{len(missing)} of {len(settled.candidates)} candidates"
     left = f" {counts} were not measured: {', '.join(missing)}." if missing else ""
-    rounding = _ROUNDING if swap.quantity in (HIDDEN, OUTPUT) else _ROUNDING**2
+    rounding = _ROUNDING if swap.quantity in (names.HIDDEN, names.OUTPUT) else _ROUNDING**2
     rows = [row for row in swap.rows if row.backend not in (OWN, YARDSTICK, UNIFORM_ATTENTION)]
     values = [(value, row) for row in rows if (value := getattr(row.whole, swap.quantity, None)) is not None]
     changed = [(value, row) for value, row in values if value > rounding]
