@@ -16,15 +16,8 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.measure import error
 from efficient_attn.measure.calls import BASELINES, answer, attention_flops
-from efficient_attn.measure.error import (
-    deviations,
-    fixed_norm_output,
-    outputs_checked,
-    random_positions,
-    read_shares,
-    relative_error,
-)
 from efficient_attn.measure.inputs import Activations, NamedInputs, read_activations
 from efficient_attn.measure.record import SAME_INPUTS, Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant, with_size
@@ -68,15 +61,15 @@ def measure_error(
         for backend in backends:
             # All backends share the inputs, into which a call may write.
             output = subject.compared(backend(q.clone(), k.clone(), v.clone())).double()
-            error = {
-                "output_relative_error": relative_error(output, subject.exact),
+            of_draw = {
+                "output_relative_error": error.relative_error(output, subject.exact),
                 "output_mse": float((output - subject.exact).square().mean()),
                 "weights_relative_error": mean_head_error(output, subject.exact),
             }
-            parts = deviations(output, subject.exact, subject.uniform)
-            error |= zip(_DEVIATIONS, (float(part[0]) for part in parts[1:]), strict=True)
+            parts = error.deviations(output, subject.exact, subject.uniform)
+            of_draw |= zip(_DEVIATIONS, (float(part[0]) for part in parts[1:]), strict=True)
             by_head.append(torch.stack(parts)[:, 1:])
-            errors = {name: (*draws, error[name]) for name, draws in errors.items()}
+            errors = {name: (*draws, of_draw[name]) for name, draws in errors.items()}
         values: dict[str, Any] = {f"{name}_draws": draws for name, draws in errors.items()}
         values |= {name: fmean(draws) for name, draws in errors.items()}
         for name in _DEVIATIONS:
@@ -90,7 +83,7 @@ def measure_error(
             rows = sampled_queries(q.shape[2], subject.seed).to(q.device)
         # Most backends read no keys one by one; for the others draws make no difference.
         with suppress(UnsupportedError):
-            density, mass = read_shares(backends[0], q, k, rows)
+            density, mass = error.read_shares(backends[0], q, k, rows)
         return Record(
             case=case,
             **values,
@@ -98,7 +91,6 @@ def measure_error(
             density=density,
             covered_mass=mass,
             output_by_head=json.dumps(heads),
-            limit_relative_error=_limit(backends[0], subject) if of == "output" else None,
             **(weight_bounds(backends[0], subject) if subject.tokens <= WEIGHTED_TOKENS else {}),
         )
 
@@ -113,33 +105,6 @@ def weight_bounds(backend: Backend, subject: NamedInputs) -> dict[str, Any]:
     unbiased = None if subject.causal else unbiased_error(spectra, rank)
     floor = rank_floor(spectra, rank)
     return {"weights_rank": rank, "weights_floor": floor, "weights_unbiased_error": unbiased}
-
-
-def _limit(backend: Any, subject: NamedInputs) -> float | None:
-    """Error of infinitely many positive features of fixed norm, None for others and after a transform."""
-    features: Any = getattr(backend.core, "features", None)
-    random: Any = getattr(features, "random", features)
-    if getattr(random, "norms", "chi") == "chi" or random.kind not in ("positive", "hyperbolic"):
-        return None
-    if random is features:
-        return _limit_of_lengths(subject, (1.0,) * subject.activations.k.shape[1])
-    if len(features.query_transform):
-        return None
-    return _limit_of_lengths(subject, tuple(features.factors[:, 0].tolist()))
-
-
-# Cached, since no limit depends on the number of features.
-@functools.lru_cache(maxsize=2)
-def _limit_of_lengths(subject: NamedInputs, lengths: tuple[float, ...]) -> float:
-    q, k, v = subject.activations
-    rows, exact = subject.rows, subject.exact
-    if rows is None:
-        many = q.shape[2] > MOST_COMPARED
-        rows = sampled_queries(q.shape[2], subject.seed) if many else torch.arange(q.shape[2])
-        rows = rows.to(q.device)
-        exact = exact[:, :, rows]
-    out = fixed_norm_output(q, k, v, scale=subject.scale, causal=subject.causal, rows=rows, lengths=lengths)
-    return relative_error(out, exact)
 
 
 def error_of_case(case: Case, target: Any, path: str) -> Record:
@@ -165,7 +130,7 @@ def _given_subject(path: str, dtype: str, device: str, tokens: int, causal: bool
 
 def sampled_queries(tokens: int, seed: int) -> Tensor:
     """A random position in each of SAMPLED_QUERIES equal parts, [SAMPLED_QUERIES]."""
-    return random_positions(tokens, SAMPLED_QUERIES, torch.Generator("cpu").manual_seed(seed))
+    return error.random_positions(tokens, SAMPLED_QUERIES, torch.Generator("cpu").manual_seed(seed))
 
 
 def measure_draws(
@@ -186,7 +151,7 @@ def measure_draws(
         with torch.no_grad():
             calibrated_on = SAME_INPUTS if _build(variant, subject, 0).needs_calibration else None
             backends = [draw_backend(variant, subject, seed) for seed in seeds]
-            with outputs_checked(*backends):
+            with error.outputs_checked(*backends):
                 return replace(measured(case, backends), calibrated_on=calibrated_on)
 
     return answer(case, answered)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError
 from efficient_attn.shapes import Keys, Output, Queries, Values
-from efficient_attn.theory.kernel import log_sphere_mean
 
 # Scores are computed in blocks of rows, so that a long sequence never builds the whole float64 matrix.
 ENTRIES_AT_ONCE = 1 << 23
@@ -31,9 +30,6 @@ _FEWEST, _SHARE, _LEAST = 64, 0.01, 2
 
 # A smaller deviation from uniform attention, over the exact output, is rounding of float32.
 _DEVIATION = 1e-5
-
-# Places at which a mean over a sphere is computed: between them its error is below 1e-5.
-_PLACES = 1024
 
 # Logits of a slice of positions, [positions vocabulary].
 Logits: TypeAlias = Callable[[slice], Tensor]
@@ -92,38 +88,6 @@ def read_shares(backend: Backend, q: Queries, k: Keys, rows: Tensor | None = Non
         read_pairs += int(read.count_nonzero())
         pairs += int(scores.isfinite().count_nonzero())
     return read_pairs / pairs, mass / (q.shape[0] * q.shape[1] * len(rows))
-
-
-@torch.no_grad()
-def fixed_norm_output(
-    q: Queries, k: Keys, v: Values, *, scale: float, causal: bool, rows: Tensor, lengths: Sequence[float]
-) -> Output:
-    """Limit of the output, in float64, as the number of directions of fixed norm grows.
-
-    Every estimate has become its mean, e^(x·y) times `theory.kernel.fixed_norm_mean`.
-
-    Args:
-        rows: Positions of the queries to compute, [rows].
-        lengths: Norm of the directions over √head_dim, for each head of k.
-    """
-    size, group = math.sqrt(abs(scale)), q.shape[1] // k.shape[1]
-    x, y = math.copysign(size, scale) * q[:, :, rows].double(), size * k.double()
-    later = torch.arange(k.shape[2], device=q.device) > rows[:, None] + k.shape[2] - q.shape[2]
-    heads = []
-    for head in range(q.shape[1]):
-        keys, values = y[:, head // group], v[:, head // group].double()
-        products = x[:, head] @ keys.mT
-        halves = [z.square().sum(dim=-1) / 2 for z in (x[:, head], keys)]
-        squares = (halves[0][:, :, None] + halves[1][:, None] + products).mul_(2).clamp_min_(0)
-        radii = (squares * (lengths[head // group] ** 2 * x.shape[-1])).sqrt_().cpu().numpy()
-        # A smooth function, computed at some places and interpolated between them.
-        places = np.linspace(0.0, radii.max(), _PLACES)
-        means = np.interp(radii, places, log_sphere_mean(places, head_dim=x.shape[-1]))
-        logs = products - squares / 2 + torch.from_numpy(means).to(q.device)
-        if causal:
-            logs = logs.masked_fill(later, -math.inf)
-        heads.append(logs.softmax(dim=-1) @ values)
-    return torch.stack(heads, dim=1)
 
 
 def mean_of_values(q: Queries, v: Values, *, causal: bool = False, key_mask: Tensor | None = None) -> Output:

@@ -178,9 +178,6 @@ class Measured:
     output_rescaled_error: float | None = condition(
         "relative", "Error of the output after the best rescaling of its deviation.", samples="draws"
     )
-    limit_relative_error: float | None = setting(
-        "relative", "Error of the output with infinitely many directions of fixed norm.", type="number"
-    )
     output_by_head: str | None = condition(
         "",
         "Error, correlation, deviation ratio and rescaled error of each head, means over draws, JSON.",

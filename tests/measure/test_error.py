@@ -3,14 +3,12 @@
 import pytest
 import torch
 from reference import random_qkv, reference_attention
-from scipy.special import hyp0f1
 
 import efficient_attn as ea
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.error import (
     deviations,
     exact_output,
-    fixed_norm_output,
     mean_of_values,
     read_shares,
     relative_error,
@@ -67,19 +65,3 @@ def test_deviations_are_those_of_their_definition_in_each_head_and_rescaling_cha
     torch.testing.assert_close(shrunk.ratios, 0.3 * found.ratios)
     # A float32 mean of values deviates by its rounding alone, which has no direction.
     assert deviations(uniform.float().double(), exact, uniform).correlations.isnan().all()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_limit_of_fixed_norms_is_the_average_by_the_mean_of_every_estimate(causal):
-    rows, lengths, scale = torch.tensor([0, 2, 4]), (0.7, 1.0), -0.6
-    out = fixed_norm_output(Q, K, V, scale=scale, causal=causal, rows=rows, lengths=lengths)
-    for head in range(4):
-        x, y = scale / 0.6**0.5 * Q[0, head, rows].double(), 0.6**0.5 * K[0, head // 2].double()
-        sums = (x[:, None] + y).square().sum(dim=-1)
-        means = hyp0f1(2.0, lengths[head // 2] ** 2 * 4 * sums.numpy() / 4)
-        weights = torch.from_numpy(means) * (-x.square().sum(dim=-1, keepdim=True) / 2).exp()
-        weights = weights * (-y.square().sum(dim=-1) / 2).exp()
-        if causal:
-            weights = weights * (torch.arange(7) <= rows[:, None] + 2)
-        expected = weights @ V[0, head // 2].double() / weights.sum(dim=-1, keepdim=True)
-        torch.testing.assert_close(out[0, head], expected, rtol=1e-5, atol=1e-5)

@@ -35,8 +35,6 @@ _EXPONENT = 1e-3
 _DECADES, _MARGIN = 1e6, 1.5
 # Points on the edges of an axis: exact from there on, and beyond the axis.
 _EXACT_MARK = {"marker": "o", "markersize": 7, "fillstyle": "none", "linestyle": "none", "clip_on": False}
-# Limit of features with a bias.
-_LIMIT: dict[str, Any] = {"marker": "", "linestyle": ":", "linewidth": 1.0}
 _BEYOND_MARK = {"marker": "^", "markersize": 7, "linestyle": "none", "clip_on": False}
 
 
@@ -298,8 +296,6 @@ def plots(records: Sequence[Record], run: Run[Settled]) -> dict[str, Plot]:
     styles_drawn = [line.style for chart in charts for line in chart.series]
     if any(style.items() >= _EXACT_MARK.items() for style in styles_drawn):
         parts.append("circle on the lower edge: exact from there on")
-    if any(style.items() >= _LIMIT.items() for style in styles_drawn):
-        parts.append("dotted: infinitely many features")
     if any(style.items() >= _BEYOND_MARK.items() for style in styles_drawn):
         parts.append("arrow: beyond the axis")
     if any(len(panel.bounds) == 1 for panel in shown):
@@ -342,8 +338,6 @@ def _chart(
     for label, curve in panel.curves.items():
         if curve[0].size is None and limits[0] < curve[0].value < limits[1]:
             series.append(Series(label, (), (curve[0].value,), {**styles[label], "marker": ""}))
-        if (limit := curve[-1].record.limit_relative_error) is not None and quantity == RELATIVE:
-            series.append(Series("", (), (limit,), {**styles[label], **_LIMIT}))
         if curve[0].size is not None:
             series += _series(label, curve, styles[label], limits, _rounding(panel))
     sizes = _even({point.size for point in panel.points if point.size is not None})
