@@ -19,8 +19,7 @@ from efficient_attn.runs import shared_options as shared
 from efficient_attn.runs.study import Points, Study
 from efficient_attn.runs.workload import core_words
 from efficient_attn.studies.advise.names import BOUND, HEADS, RETRIEVAL
-from efficient_attn.studies.advise.record import AdviseRecord
-from efficient_attn.studies.advise.targets import AdviseSettled, Targets
+from efficient_attn.studies.advise.record import AdviseRecord, AdviseSettled, Targets
 from efficient_attn.studies.swap import DECIDES, OF_A_FOLDER, model_workload, promising, text_option
 from efficient_attn.studies.swap.names import KL
 

@@ -26,9 +26,8 @@ from efficient_attn.measure.variants import OWN, PLAN, Variant
 from efficient_attn.registry import Choice
 from efficient_attn.runs.study import Point, Points
 from efficient_attn.studies.advise.names import HEADS, RANDOM_HEADS, RETRIEVAL
-from efficient_attn.studies.advise.outcomes import Targets
 from efficient_attn.studies.advise.precision import Timed, timing_steps
-from efficient_attn.studies.advise.record import AdviseRecord
+from efficient_attn.studies.advise.record import AdviseRecord, Targets
 from efficient_attn.studies.swap.measure import ModelSubject, case_of, plan_point, work
 from efficient_attn.studies.swap.model import TextSubject
 from efficient_attn.studies.swap.names import WINDOW

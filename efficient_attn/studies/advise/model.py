@@ -17,8 +17,7 @@ from efficient_attn.studies.advise.heads import head_steps
 from efficient_attn.studies.advise.names import BOUND, LOSSLESS, SLIDING
 from efficient_attn.studies.advise.outcomes import excludes
 from efficient_attn.studies.advise.precision import Timed, precision_steps, timing_steps
-from efficient_attn.studies.advise.record import AdviseRecord
-from efficient_attn.studies.advise.targets import Targets
+from efficient_attn.studies.advise.record import AdviseRecord, Targets
 from efficient_attn.studies.swap import measure
 from efficient_attn.studies.swap.measure import ModelSubject
 from efficient_attn.studies.swap.names import WINDOW

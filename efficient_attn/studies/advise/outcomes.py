@@ -10,8 +10,7 @@ from efficient_attn.report.text import compared, interval_words, rounded, two_di
 from efficient_attn.stats.estimates import Typical, call_time, grouped, time_ratio
 from efficient_attn.stats.speeds import decided
 from efficient_attn.studies.advise.names import ATTENTION_BFLOAT16, BOUND, MODEL_BFLOAT16, RETRIEVAL
-from efficient_attn.studies.advise.record import AdviseRecord
-from efficient_attn.studies.advise.targets import Targets, relative_recall
+from efficient_attn.studies.advise.record import AdviseRecord, Targets, relative_recall
 from efficient_attn.studies.swap.names import WIDTH
 from efficient_attn.studies.swap.view import quantity_words
 

@@ -14,8 +14,7 @@ from efficient_attn.runs.study import Point, Points
 from efficient_attn.stats.estimates import OPEN, call_time, time_ratio
 from efficient_attn.stats.speeds import decided
 from efficient_attn.studies.advise.names import ATTENTION_BFLOAT16, MODEL_BFLOAT16
-from efficient_attn.studies.advise.record import AdviseRecord
-from efficient_attn.studies.advise.targets import Targets
+from efficient_attn.studies.advise.record import AdviseRecord, Targets
 from efficient_attn.studies.swap.measure import ModelSubject, distance_point, pass_point
 from efficient_attn.studies.swap.model import TextSubject
 from efficient_attn.studies.swap.subject import OWN_ATTENTION

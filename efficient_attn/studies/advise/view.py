@@ -12,8 +12,7 @@ from efficient_attn.runs.study import Run
 from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.advise.names import RANDOM_HEADS
 from efficient_attn.studies.advise.outcomes import LAYERS, attached_plan, in_bfloat16, outcomes_of, usable
-from efficient_attn.studies.advise.record import AdviseRecord
-from efficient_attn.studies.advise.targets import AdviseSettled, Targets, relative_recall
+from efficient_attn.studies.advise.record import AdviseRecord, AdviseSettled, Targets, relative_recall
 from efficient_attn.studies.bench.view import cost_plot
 from efficient_attn.studies.swap.view import quantity_words
 from efficient_attn.studies.swap.view import tables as swap_tables

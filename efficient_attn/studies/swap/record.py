@@ -16,7 +16,7 @@ class SwapRecord(Record):
     next_token_kl: float | None = error("nats", "KL(exact ‖ computed) of next-token distributions.")
     perplexity: float | None = error("", "Perplexity of the texts.", rounding=0)
     loss_difference: float | None = error(
-        "nats", "Loss increase over exact attention.", rounding=0, type="signed number"
+        "nats", "Loss increase over exact attention.", rounding=0, signed=True
     )
     loss_difference_error: float | None = error(
         "nats", "Standard error of loss_difference, by blocks of 64 tokens."
@@ -33,7 +33,7 @@ class SwapRecord(Record):
     output_distance: float | None = error(
         "1 − cosine", "1 − cosine of the output of a model with its own inputs."
     )
-    chosen_layers: str | None = setting("", "Backend of each replaced layer, JSON.", type="text")
-    attached_layers: str | None = setting("", "Backends of all attention modules, JSON.", type="text")
+    chosen_layers: str | None = setting("", "Backend of each replaced layer, JSON.")
+    attached_layers: str | None = setting("", "Backends of all attention modules, JSON.")
     streaming_heads: int | None = setting("", "Number of key/value heads with a sliding window.")
     key_heads: int | None = setting("", "Number of key/value heads of the model.")
