@@ -61,20 +61,12 @@ def command_of(study: type[Study]) -> Callable[..., None]:
     """A Typer command with the options of the study and those of every run."""
     declared = [*study.declared()]
 
-    def command(
-        context: typer.Context,
-        budget: str | None,
-        out: Any,
-        resume: bool,
-        dry_run: bool,
-        as_json: bool,
-        quiet: bool,
-        **values: Any,
-    ) -> None:
+    def command(context: typer.Context, budget: str | None, out: Any, **values: Any) -> None:
         from efficient_attn.measure.environment import moment
         from efficient_attn.measure.units import parse_seconds, show_seconds
 
         start_s, start = time.monotonic(), moment()
+        resume, dry_run, as_json, quiet = (values[name] for name in _OF_A_RUN)
         if context.args:
             # `--seq-len 256 512` would otherwise end in a message that names nothing.
             raise OptionError(

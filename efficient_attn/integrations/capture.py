@@ -1,7 +1,4 @@
-"""Captured q, k and v of a model, as input of `bench` and `mse`.
-
-Every model is captured at its calls of `F.scaled_dot_product_attention`.
-"""
+"""Captured q, k and v of a model, as input of `bench` and `mse`."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -1,9 +1,7 @@
 """The engine of all studies: points that a generator yields are measured, stored and sent back.
 
-A study yields a point, or a list of points that do not depend on each other, and receives the record, or the
-list of records. Timed points of a list are measured in interleaved rounds, each of which is on the disk
-before the next begins. Stored records answer their points: a resumed run replays the study and measures the
-rest.
+Timed points of a list are measured in interleaved rounds, each of which is on the disk before the next
+begins. Stored records answer their points: a resumed run replays the study and measures the rest.
 """
 
 import math

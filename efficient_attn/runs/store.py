@@ -1,7 +1,7 @@
 """Run directory: records, other files, lock, resume."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -58,17 +58,13 @@ def run_folder(command: str) -> Path:
     return Path("runs") / f"{command}-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
 
 
-def differences(
-    old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], groups: Collection[str]
-) -> str:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], groups: Collection[str]) -> str:
     """Entries or groups that differ, as `torch.version was 2.5, is 2.6`. Empty if a side has none."""
     if not (old and new):
         return ""
-    sides = [[dict(flat(run)) for run in side] for side in (old, new)]
-    names = dict.fromkeys(name for side in sides for run in side for name in run)
-    texts = []
-    for name in (name for name in names if {name, name.partition(".")[0]} & {*groups}):
-        then, now = (" or ".join(dict.fromkeys(run.get(name, "unknown") for run in side)) for side in sides)
+    texts, sides = [], [dict(flat(run)) for run in (old, new)]
+    for name in (name for name in sides[0] | sides[1] if {name, name.partition(".")[0]} & {*groups}):
+        then, now = (side.get(name, "unknown") for side in sides)
         if then != now and not (name in GPU_SOFTWARE and "unknown" in (then, now)):
             texts.append(f"{name} was {short(then)}, is {short(now)}")
     return "; ".join(texts)
@@ -120,7 +116,7 @@ def check_unchanged(
     threads = [{record.case.threads for record in records}, {case.threads for case in cases}]
     was, now = ({**run, MODEL: run.get(SETTLED, {}).get(MODEL, {})} for run in (stored, machine))
     reasons = [
-        differences([was], [now], _DECISIVE) if stored else "",
+        differences(was, now, _DECISIVE) if stored else "",
         f"the code of {', '.join(edited)} was edited" if edited else "",
         "" if threads[0] <= threads[1] else f"threads were {sorted(threads[0])}, are {sorted(threads[1])}",
     ]

@@ -9,8 +9,6 @@ Rounds do not show the shift that all calls of a case share in one run, for exam
 The rounds of one run are interleaved, so that its own speeds leave the shift out. Between two runs a shift of
 3 %, one standard deviation, is added to both times of a ratio: its log half-width h becomes
 √(h² + 2 (1.96 · 0.03)²).
-
-Speeds within a run that measures until they are decided: `stats/speeds`.
 """
 
 import math

@@ -66,7 +66,7 @@ class Diff:
     def warnings(self) -> list[str]:
         """Warnings on the machine, software, code and notes of the runs."""
         texts = []
-        old, new = ([run.environment] if run.environment else [] for run in self._runs)
+        old, new = (run.environment for run in self._runs)
         if machine := differences(old, new, _MACHINE):
             texts.append(f"ANOTHER MACHINE: {machine}. This alone can change times and errors.")
         if software := differences(old, new, _SOFTWARE):

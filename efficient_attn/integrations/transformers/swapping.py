@@ -1,8 +1,4 @@
-"""Backends in all supported layers of a model, its outputs, and its activations on a text.
-
-Only full-attention layers get the backend. Sliding-window layers stay exact unless the model has no others,
-and cross-attention stays exact.
-"""
+"""Backends in all supported layers of a model, its outputs, and its activations on a text."""
 
 import hashlib
 import inspect
@@ -67,7 +63,7 @@ class AttentionSites(NamedTuple):
 
 
 def sites_of(model: Any) -> AttentionSites:
-    """The attention modules of an encoder or a decoder."""
+    """Attention modules of an encoder or a decoder. Sliding ones are swapped if none is full."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError(
             f"{type(model).__name__} is an encoder-decoder; only encoders and decoders are measured. "
