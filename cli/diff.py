@@ -14,7 +14,6 @@ def diff(
     fail_on: Annotated[
         str | None,
         typer.Option(
-            "--fail-on",
             metavar="NAME:LIMIT[,…]",
             help="Regressions that exit with code 1, by quantity or kind: time:10%,accuracy:2%; all if"
             " omitted.",

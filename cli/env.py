@@ -10,7 +10,7 @@ from .flags import JsonOption
 
 def env_command(
     as_json: JsonOption = False,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
 ) -> None:
     """Show machine and software, as written to every run."""
     from efficient_attn.measure.environment import environment

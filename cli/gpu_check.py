@@ -15,16 +15,15 @@ from .flags import OutOption
 
 def gpu_check_command(
     out: OutOption = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cuda or cuda:1.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cuda or cuda:1.")] = "auto",
     check_only: Annotated[
         bool, typer.Option("--check-only", help="Check the kernels without timing them.")
     ] = False,
     budget: Annotated[
-        str, typer.Option("--budget", metavar="TIME", help="Time limit for timing; other calls are skipped.")
+        str, typer.Option(metavar="TIME", help="Time limit for timing; other calls are skipped.")
     ] = "10m",
     show: Annotated[
-        Path | None,
-        typer.Option("--show", metavar="FOLDER", help="Show stored results; run nothing."),
+        Path | None, typer.Option(metavar="FOLDER", help="Show stored results; run nothing.")
     ] = None,
 ) -> int:
     """Check and time the fused kernels on this GPU.
@@ -46,11 +45,7 @@ def gpu_check_command(
         # Text of the compiler goes to stderr.
         with redirect_stdout(sys.stderr):
             outcome = gpu_check.gpu_check(
-                out=out,
-                device=device,
-                measure=not check_only,
-                budget_s=budget_s,
-                say=console.say,
+                out=out, device=device, measure=not check_only, budget_s=budget_s, say=console.say
             )
     console.print_tables(outcome.tables())
     for sentence in outcome.sentences():

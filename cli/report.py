@@ -13,7 +13,6 @@ def report_command(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out",
             metavar="DIR",
             help="Folder for the files; the run's own folder if omitted (several runs: a new runs/… folder).",
         ),

@@ -16,8 +16,7 @@ def show_command(
     inputs: Annotated[
         str,
         typer.Option(
-            metavar="NAME",
-            help="encoder (512 tokens), decoder (4096, causal) or FILE.safetensors.",
+            metavar="NAME", help="encoder (512 tokens), decoder (4096, causal) or FILE.safetensors."
         ),
     ] = "encoder",
     layer: Annotated[

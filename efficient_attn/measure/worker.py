@@ -58,7 +58,6 @@ def measure(
 
 
 def _keep(case: Case, prepared: Any, last_s: float) -> None:
-    """Keep a call for its next round, if it fits."""
     _BUILT[case.key] = prepared, last_s
     inputs = [x for call, _ in _BUILT.values() for x in call.inputs]
     if sum(x.numel() * x.element_size() for x in inputs) > _MOST_BYTES:

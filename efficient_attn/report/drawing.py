@@ -210,7 +210,6 @@ def _name_lines(ax: Any, chart: Chart, height: float) -> None:
 
 
 def _wrapped(text: str, inches: float, size: float) -> str:
-    """Escaped text in lines that fit."""
     return fill(short(plain(text), _LONGEST_TEXT), max(int(inches / (_LETTER * size * _POINT)), 10))
 
 
@@ -251,7 +250,6 @@ def _draw_series(ax: Any, series: Series, style: Mapping[str, Any]) -> None:
 
 
 def _label_axis(axis: Any, spec: Axis, inches: float, *, across: bool) -> None:
-    """Write the label and as many ticks as fit."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
     axis.set_label_text(_wrapped(spec.label, inches, _TEXT))

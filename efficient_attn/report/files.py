@@ -54,7 +54,6 @@ def write_all(run: Any, folder: Path, *, title: str, interactive: bool = False) 
 
 
 def _facts(run: Any) -> list[str]:
-    """Machine, software and size of a run."""
     names = dict(flat(run.environment))
     torch = f"torch {names['torch.version']}" if "torch.version" in names else None
     machine = names.get("gpu.name") or names.get("processor")

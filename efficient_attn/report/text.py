@@ -1,5 +1,6 @@
-"""Numbers, conditions and notes in words, as several studies show them."""
+"""Numbers, conditions, notes and deviations, as several studies show them."""
 
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,12 +9,19 @@ from typing import Any
 from efficient_attn.errors import NOT_CAUSAL
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.units import show_bytes
-from efficient_attn.report.table import PREDICTED, UNDECIDED, brief, plain
-from efficient_attn.stats.estimates import OPEN, SAME, Typical
+from efficient_attn.report.table import NOT_MEASURED, PREDICTED, UNDECIDED, Table, brief, plain
+from efficient_attn.stats.estimates import OPEN, SAME, Typical, bland, middle
 
 QUEUED_NOTE = (
     "Device time: queued calls without launch time, with a {} L2 cache. Time: single calls on an idle "
     "device, with launch time."
+)
+
+_DEVIATIONS = ("output_correlation", "output_deviation_ratio", "output_rescaled_error")
+_DEVIATION_COLUMNS = ("backend", "error", "correlation c", "ratio ρ", "error, rescaled", "c of heads", "")
+CORRELATION_NOTE = (
+    "Correlation c: cosine of the deviations of output and exact output from uniform attention, which no "
+    "rescaling changes. Bland: too close to uniform attention, a deviation below 0.9 of its best size."
 )
 
 # Descriptions of inputs with unclear names. Only earlier runs have stitched inputs.
@@ -218,3 +226,31 @@ def _value_text(name: str, value: Any) -> str:
     if name.endswith("_bytes") and isinstance(value, int) and 0 <= value < 1 << 63:
         return show_bytes(value)
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def deviation_table(records: Iterable[Record], quantity: str) -> list[Table]:
+    """Error, correlation c, deviation ratio ρ and rescaled error, if a record has them.
+
+    Args:
+        quantity: Field of the error.
+    """
+    rows, measured = [], [record for record in records if record.output_correlation is not None]
+    for record in measured:
+        draws = [record.measured.get(f"{name}_draws") for name in (quantity, *_DEVIATIONS)]
+        cells = [show_error(middle(values)[0]) if values else NOT_MEASURED for values in draws]
+        rows.append((record.case.label, *cells, _spread(record), "bland" if bland(record) else ""))
+    if not rows:
+        return []
+    case = measured[0].case
+    title = f"Deviation from uniform attention: {describe(case.inputs)}; {case.tokens} tokens"
+    note = f"{CORRELATION_NOTE} ρ: ratio of their norms, best at c; rescaled: the error at ρ = c."
+    return [Table(title, _DEVIATION_COLUMNS, tuple(rows), (note,), detail=True)]
+
+
+def _spread(record: Record) -> str:
+    """Range of the correlations of heads; a damaged text of a file has none."""
+    try:
+        heads = [float(c) for _, c, *_ in json.loads(record.output_by_head or "[]") if c is not None]
+    except (ValueError, TypeError, RecursionError):
+        heads = []
+    return f"{min(heads):.2f} to {max(heads):.2f}" if heads else NOT_MEASURED

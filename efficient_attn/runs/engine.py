@@ -65,7 +65,6 @@ def _measured(point: Point, **seconds: float) -> Record:
 
 
 def _labels(cases: Iterable[Case]) -> set[str]:
-    """Names of baselines and candidates. Uniform attention is neither."""
     return {case.label for case in cases if case.backend != UNIFORM_ATTENTION}
 
 

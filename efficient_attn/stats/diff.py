@@ -114,7 +114,6 @@ def _words(case: Case, name: Namer) -> str:
 
 
 def _changes(old: _Side, new: _Side, name: Namer, thresholds: Mapping[str, float]) -> Iterator[Change]:
-    """Change of status, then changes of all quantities that both runs have."""
     case = _case(old)
     change = Change(name=name(case), kind=case.kind, tokens=case.tokens, quantity="status")
     yield from _status_change(change, old, new)

@@ -126,7 +126,6 @@ def decided(pairs: Sequence[tuple[Record, Record]]) -> list[Typical]:
 
 
 def _at_look(rounds: Floats, correlation: float, usual: float) -> Typical:
-    """Median of logarithms with the interval of one look."""
     bounded = _bounded(rounds, _FARTHEST, usual)
     half = min(estimates.half_width(bounded, correlation, _TAIL), WIDEST)
     centre, mean = float(np.median(rounds)), float(bounded.mean())

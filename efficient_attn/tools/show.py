@@ -114,7 +114,6 @@ def show(
 
 
 def _words(inputs: str | Path, tokens: int) -> tuple[str, ...]:
-    """Token strings of the inputs, or their positions."""
     if inputs in SHIPPED:
         return shipped(SHIPPED[str(inputs)]).tokens[:tokens]
     strings = read_activations(inputs).tokens

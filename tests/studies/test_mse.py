@@ -12,7 +12,7 @@ from efficient_attn.measure.error import read_shares
 from efficient_attn.measure.inputs import gaussian
 from efficient_attn.measure.record import replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
-from efficient_attn.report.deviations import deviation_table
+from efficient_attn.report.text import deviation_table
 from efficient_attn.stats.estimates import bland
 from efficient_attn.studies.mse.view import panels
 

@@ -214,7 +214,6 @@ def _compiled_pattern(mask_function: Callable, width: int | None, bidirectional:
 
 
 def _intersected(mask_function: Callable) -> Iterator[Callable]:
-    """Mask functions that this mask function intersects."""
     if _function_name(mask_function) != "and_masks":
         yield mask_function
         return

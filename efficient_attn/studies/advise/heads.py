@@ -30,8 +30,7 @@ from efficient_attn.studies.advise.precision import Timed, timing_steps
 from efficient_attn.studies.advise.record import AdviseRecord, Targets
 from efficient_attn.studies.swap.measure import ModelSubject, case_of, plan_point, work
 from efficient_attn.studies.swap.model import TextSubject
-from efficient_attn.studies.swap.names import WINDOW
-from efficient_attn.studies.swap.subject import OWN_ATTENTION
+from efficient_attn.studies.swap.names import OWN_ATTENTION, WINDOW
 
 # Windows of a head, the smallest first: the larger one is tried where fewer than a third of the heads fit.
 STREAMING = tuple(Choice(WINDOW, {"window": window, "global_tokens": 4}) for window in (512, 1024))
@@ -132,7 +131,6 @@ def _scored(case: Case, subject: TextSubject, choice: Choice) -> AdviseRecord:
 
 
 def _variant(label: str, plan: HeadPlan, subject: TextSubject) -> Variant:
-    """The plan as one variant, identified by its options."""
     target = {}
     for layer, numbers in plan.by_layer.items():
         # With attention in bfloat16, windows multiply in it too.

@@ -195,7 +195,6 @@ def best_layers(
 
 
 def _plan_variant(label: str, layers: Mapping[int, str], variants: Sequence[Variant]) -> Variant:
-    """The backends of the layers as one variant, identified by its option."""
     by_label = {variant.label: variant for variant in variants}
     target = {
         layer: (by_label[name].target, by_label[name].options) if name in by_label else (WINDOW, {})

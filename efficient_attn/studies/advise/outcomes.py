@@ -159,7 +159,6 @@ def in_bfloat16(
 
 
 def _losses(record: AdviseRecord) -> str:
-    """Loss of a record with an interval, and recall."""
     width = WIDTH * (record.loss_difference_error or 0.0)
     text = f"loss {record.loss_difference:+.4f} ± {width:.4f} nats"
     if record.copy_recall_exact:

@@ -17,7 +17,7 @@ from efficient_attn.studies.advise.names import ATTENTION_BFLOAT16, MODEL_BFLOAT
 from efficient_attn.studies.advise.record import AdviseRecord, Targets
 from efficient_attn.studies.swap.measure import ModelSubject, distance_point, pass_point
 from efficient_attn.studies.swap.model import TextSubject
-from efficient_attn.studies.swap.subject import OWN_ATTENTION
+from efficient_attn.studies.swap.names import OWN_ATTENTION
 
 _ATTENTION = Variant(
     backend=YARDSTICK, label=ATTENTION_BFLOAT16, target=YARDSTICK, options={"compute_dtype": "bfloat16"}

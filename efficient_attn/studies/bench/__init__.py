@@ -205,7 +205,6 @@ class Bench(Study):
 
     @property
     def _subjects(self) -> tuple[str, ...]:
-        """Subjects of times, each once."""
         return tuple(dict.fromkeys(self.of.split(",") if isinstance(self.of, str) else self.of))
 
     @property
@@ -215,7 +214,6 @@ class Bench(Study):
 
     @property
     def _shaped(self) -> bool:
-        """Whether options name the shape of the calls."""
         return (self.num_heads, self.head_dim) != (None, None)
 
     @cached_property
@@ -271,7 +269,6 @@ class Bench(Study):
 
     @property
     def _models(self) -> Sequence[Any]:
-        """Sources of q, k and v."""
         if self.inputs is not None:
             return [self.inputs]
         return [_DECODER] if self.causal else [_ENCODER, _DECODER]
@@ -302,7 +299,6 @@ def _served(variants: Sequence[Variant], causal: bool) -> tuple[list[Variant], l
 
 
 def _memory(setup: _Setup, lengths: Sequence[int]) -> Points:
-    """Yield the peak memory of all calls at some lengths."""
     for tokens, (costs, variants, *_) in itertools.product(lengths, setup.settings):
         yield [costs.point(variant, tokens, "memory") for variant in variants]
 

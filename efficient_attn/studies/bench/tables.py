@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.report import text
-from efficient_attn.report.deviations import CORRELATION_NOTE, deviation_table
 from efficient_attn.report.table import NOT_MEASURED, PREDICTED, UNDECIDED, Table
 from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats import estimates
@@ -45,7 +44,7 @@ def tables(records: Sequence[Record], run: Run[Settled]) -> list[Table]:
     for comparison in settings:
         errors = [record for record in comparison.records if record.case.tokens == comparison.tokens]
         for layer in estimates.grouped(errors, "inputs"):
-            shown += deviation_table(layer, "output_relative_error")
+            shown += text.deviation_table(layer, "output_relative_error")
     return shown
 
 
@@ -79,7 +78,7 @@ def _comparison_table(comparison: Comparison, run: Run[Settled]) -> Table:
     doubt = _doubt(comparison, run.study.most_rounds)
     notes = (
         *([_ERRORS] if errors_at else []),
-        *([f"{CORRELATION_NOTE} Worst layer."] if further in columns and column == "corr" else []),
+        *([f"{text.CORRELATION_NOTE} Worst layer."] if further in columns and column == "corr" else []),
         *([_SPEEDS] if longest else []),
         *text.mark_notes(rows, "extrapolated from shorter lengths", doubt),
         *text.calibration_note(comparison.records),
@@ -106,7 +105,6 @@ def _memory_cell(row: Row, tokens: int) -> str:
 
 
 def _failure(row: Row, kind: str) -> str:
-    """Status of the first failure of this kind, if any."""
     return next((record.status for record in row.failed if record.case.kind == kind), NOT_MEASURED)
 
 
@@ -132,7 +130,6 @@ _FURTHER = {
 
 
 def _further(column: str, row: Row, errors_at: int, longest: int) -> str:
-    """Cell of the column that an option chooses."""
     error = row.errors.get(errors_at)
     if column == "time":
         if longest not in row.times:

@@ -138,7 +138,6 @@ def _grid(entries: Sequence[Entry]) -> tuple[str, list[float], dict[str, list[En
 
 
 def _cell(entry: Entry) -> str:
-    """The value with its interval, marked if it is far from theory."""
     if not entry.draws:
         return f"{PREDICTED}{show_error(entry.value)}"
     value = f"{show_error(entry.value)}{_FAR if (entry.deviation or 0.0) > _SURE else ''}"

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
 from efficient_attn.report import text
-from efficient_attn.report.deviations import CORRELATION_NOTE, deviation_table
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, in_rows, line_styles
 from efficient_attn.report.table import NOT_MEASURED, Table
 from efficient_attn.report.text import show_correlation, show_error
@@ -142,7 +141,7 @@ def tables(records: Sequence[Record], run: Run[Settled]) -> list[Table]:
     column = run.study.column
     outputs = [_table(x, quantity, column) for x in shown if x.curves or not all(map(over_budget, x.failed))]
     for panel in shown:
-        outputs += deviation_table((curve[-1].record for curve in panel.curves.values()), quantity)
+        outputs += text.deviation_table((curve[-1].record for curve in panel.curves.values()), quantity)
     return [*outputs, *kernel_view.tables([r for r in records if r.case.of == "kernel"])]
 
 
@@ -171,7 +170,7 @@ def _table(panel: Panel, quantity: str, column: str) -> Table:
         *([f"{meaning[0].upper()}{meaning[1:]}: report.html."] if meaning else []),
         *([f"{', '.join(sorted(odd))} = size + 1."] if odd else []),
         *(f"{label}: {weights_view.NOTES[label]}." for label in panel.bounds),
-        *([CORRELATION_NOTE] if column == "corr" else []),
+        *([text.CORRELATION_NOTE] if column == "corr" else []),
         *text.mark_notes(rows),
         *text.failure_notes(panel.failed),
     )
@@ -194,7 +193,6 @@ def _even(sizes: Collection[int]) -> list[int]:
 
 
 def _cell(curve: Curve, size: int | None) -> str:
-    """The value and a wide interval."""
     sizes = (None,) if size is None else (size, size + 1)
     point = next((point for point in curve if point.size in sizes), None)
     if point is None:
@@ -322,7 +320,6 @@ def _limits(shown: Sequence[Panel]) -> tuple[float, float]:
 
 
 def _rounding(panel: Panel) -> float:
-    """Largest error that is rounding."""
     return _ROUNDING * (panel.uniform.value if panel.uniform else 1.0)
 
 

@@ -15,6 +15,7 @@ from efficient_attn.problem import positive_count
 from efficient_attn.runs import shared_options as shared
 from efficient_attn.runs.study import Points, Settled, Study
 from efficient_attn.runs.workload import Workload, settle
+from efficient_attn.studies.swap.names import OWN_ATTENTION
 from efficient_attn.studies.swap.record import SwapRecord
 
 if TYPE_CHECKING:
@@ -104,7 +105,6 @@ class Swap(Study):
     def points(self) -> Points:
         """Replace all layers, then measure time and memory, then single layers."""
         from efficient_attn.studies.swap.measure import distance_point, pass_point
-        from efficient_attn.studies.swap.subject import OWN_ATTENTION
 
         subjects, variants, _ = self._setup
         for subject in subjects:

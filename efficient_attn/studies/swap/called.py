@@ -32,8 +32,7 @@ from efficient_attn.measure.variants import OWN, YARDSTICK, Variant
 from efficient_attn.options import SEED
 from efficient_attn.registry import Choice
 from efficient_attn.runs.workload import Workload
-from efficient_attn.studies.swap.names import HELD_OUT, OUTPUT_COSINE, SAME_AGAIN
-from efficient_attn.studies.swap.subject import OWN_ATTENTION, choices
+from efficient_attn.studies.swap.names import HELD_OUT, OUTPUT_COSINE, OWN_ATTENTION, SAME_AGAIN, choices
 
 # Rounding of sums in another order, relative.
 _SAME = 1e-3

@@ -24,8 +24,7 @@ from efficient_attn.measure.texts import digest
 from efficient_attn.measure.variants import OWN, Variant
 from efficient_attn.registry import Choice
 from efficient_attn.runs.workload import Workload
-from efficient_attn.studies.swap.names import HELD_OUT, KL, MEAN_POOL, WINDOW
-from efficient_attn.studies.swap.subject import OWN_ATTENTION, choices
+from efficient_attn.studies.swap.names import HELD_OUT, KL, MEAN_POOL, OWN_ATTENTION, WINDOW, choices
 
 # Length of the shipped texts, at which approximations begin to differ.
 _DEFAULT_TOKENS = 512
@@ -271,7 +270,6 @@ def load(model: Any, workload: Workload, dtype: str | None, tokens: int | None) 
 
 
 def _token_ids(opened: Opened, texts: Mapping[str, str], seq_len: int | None) -> tuple[Tensor, ...]:
-    """The beginnings of the texts, all of one length."""
     limit = positions(opened)
     if seq_len is not None and not _FEWEST_TOKENS <= seq_len <= (limit or seq_len):
         most_words = f"the {limit or 'unlimited'} positions of this model"

@@ -169,7 +169,6 @@ def _cell(row: SwapRow, quantity: str) -> str:
 
 
 def _alone(swap: SwappedModel) -> list[Table]:
-    """The decisive quantity with each layer swapped alone."""
     layers = sorted({layer for row in swap.rows for layer in row.alone})
     rows = []
     for row in swap.rows:
