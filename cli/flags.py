@@ -19,9 +19,7 @@ BackendOption = Annotated[
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set",
-        metavar="NAME.OPTION=V[,V…]",
-        help="Backend option; several values give several variants.",
+        "--set", metavar="NAME.OPTION=V[,V…]", help="Backend option; several values give several variants."
     ),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, max=WHOLE_NUMBER, help="Random seed.")]

@@ -251,7 +251,6 @@ def subjects(
     *,
     norms: Sequence[float] = (1.0,),
     tokens: int = 1,
-    num_heads: int = 1,
     head_dim: int = 1,
     layers: Sequence[int] | None = None,
     shorter: bool = False,
@@ -261,7 +260,7 @@ def subjects(
     """One float32 subject per norm of Gaussian inputs and per layer of model inputs.
 
     Args:
-        norms, tokens, num_heads, head_dim: For Gaussian inputs only.
+        norms, tokens, head_dim: For Gaussian inputs only.
         shorter: Whether to include shipped layers shorter than the longest if `layers` is empty.
         causal: Whether layers that are not causal in their model are measured causally too.
     """
@@ -275,7 +274,7 @@ def subjects(
             chosen += _of_model(source, layers, shorter, seed, causal)
             continue
         for norm in norms:
-            drawn = gaussian(norm=norm, tokens=tokens, num_heads=num_heads, head_dim=head_dim, seed=seed)
+            drawn = gaussian(norm=norm, tokens=tokens, head_dim=head_dim, seed=seed)
             chosen.append(NamedInputs(f"gaussian(norm={norm:g})", drawn, head_dim**-0.5, seed))
     return tuple(chosen)
 

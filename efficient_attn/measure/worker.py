@@ -47,7 +47,10 @@ def measure(
             )
             record = replace(record, reason=values.verify())
             if keep and case.device == "cpu" and record.times_s:
-                _keep(case, prepared, record.times_s[-1])
+                _BUILT[case.key] = prepared, record.times_s[-1]
+                tensors = [x for call, _ in _BUILT.values() for x in call.inputs]
+                if sum(x.numel() * x.element_size() for x in tensors) > _MOST_BYTES:
+                    del _BUILT[case.key]
         else:
             record = memory_of(case, prepared.call, first=prepared.checked)
             parameters, state = memory.parameter_bytes(prepared.module), calls.state_bytes(prepared)
@@ -55,13 +58,6 @@ def measure(
         return replace(record, calibrated_on=prepared.calibrated_on)
 
     return calls.answer(case, measured)
-
-
-def _keep(case: Case, prepared: Any, last_s: float) -> None:
-    _BUILT[case.key] = prepared, last_s
-    inputs = [x for call, _ in _BUILT.values() for x in call.inputs]
-    if sum(x.numel() * x.element_size() for x in inputs) > _MOST_BYTES:
-        del _BUILT[case.key]
 
 
 def time_of(

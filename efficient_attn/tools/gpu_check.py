@@ -238,12 +238,7 @@ def judge(
 
 
 def _measure(
-    workload: Workload,
-    device: str,
-    variables: Mapping[str, str],
-    store: Store,
-    budget_s: float,
-    say: Say,
+    workload: Workload, device: str, variables: Mapping[str, str], store: Store, budget_s: float, say: Say
 ) -> None:
     exact, window, linear = select([YARDSTICK, "window", _LINEAR])
     operators = replace(linear, label=_OPERATORS)
@@ -273,11 +268,7 @@ def _measure(
                 yield of_setting
 
         Engine(
-            points,
-            store,
-            point_limit_s=budget_s,
-            budget_s=budget_s,
-            report=lambda step: say(str(step)),
+            points, store, point_limit_s=budget_s, budget_s=budget_s, report=lambda step: say(str(step))
         ).run()
 
 
