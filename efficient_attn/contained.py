@@ -6,7 +6,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from traceback import walk_tb
 
-from efficient_attn.errors import AttentionError, DataError, UnsupportedError
+from efficient_attn.errors import AttentionError, DataError
 
 # Maximum length of a message of external code, as one line.
 _LONGEST = 300
@@ -29,23 +29,6 @@ def contained() -> Iterator[None]:
         raise
     except BaseException as error:
         raise LeftError(described(error)) from error
-
-
-@contextmanager
-def trial() -> Iterator[None]:
-    """Context for trial builds, in which only errors of option values pass.
-
-    An unsupported request and errors of external code are results, recorded where they are measured.
-    """
-    try:
-        with contained():
-            yield
-    except UnsupportedError:
-        return
-    except AttentionError:
-        raise
-    except Exception:
-        return
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
-from efficient_attn.contained import trial
-from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.contained import contained
+from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.measure import error
 from efficient_attn.measure.calls import BASELINES, answer, attention_flops
 from efficient_attn.measure.inputs import Activations, NamedInputs, read_activations
@@ -159,9 +159,15 @@ def measure_draws(
 
 def try_options(variant: Variant, subject: NamedInputs) -> None:
     """Build a variant once, so that an option value that never works is refused as a wrong request."""
-    if variant.label != variant.backend:
-        with trial():
+    if variant.label == variant.backend:
+        return
+    try:
+        with contained():
             _build(variant, subject, 0)
+    except Exception as failure:
+        # An unsupported request and errors of external code are records where they are measured.
+        if isinstance(failure, AttentionError) and not isinstance(failure, UnsupportedError):
+            raise
 
 
 def at_sizes(variant: Variant, subject: NamedInputs, sizes: Sequence[int]) -> list[Variant]:

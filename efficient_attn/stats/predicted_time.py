@@ -12,7 +12,6 @@ half-width of the logarithm. docs/advise.md has the coverage of the intervals.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,14 +19,6 @@ from efficient_attn.stats.estimates import OUTSIDE, WIDEST, Floats, Typical, qua
 
 # Calls from which rates and their scatter are fitted.
 FEWEST_CALLS = 3
-
-
-class Predicted(NamedTuple):
-    """Prediction with a nominal 95 % interval, or None beyond all lengths."""
-
-    value: float | None
-    low: float | None
-    high: float | None
 
 
 def extrapolated(
@@ -72,15 +63,15 @@ def _rates(shares: Floats) -> Floats:
     return best / np.where(units > 0, units, 1.0)
 
 
-def crossover(speeds: Mapping[int, Typical | Predicted]) -> Predicted:
-    """Length above which a backend is faster, interpolated between measured lengths in logarithms.
+def crossover(speeds: Mapping[int, Typical]) -> tuple[float | None, ...]:
+    """Length above which a backend is faster, interpolated in logarithms, and its interval.
 
     It is faster at all longer lengths. Interval ends follow from the intervals. None: beyond all lengths.
     """
     lengths = sorted(speeds)
     values, lows, highs = np.log(np.array([speeds[tokens][:3] for tokens in lengths], float)).T
     rises = (_last_rise(np.log(lengths), logs) for logs in (values, highs, lows))
-    return Predicted(*(None if rise is None else round(math.exp(rise), 6) for rise in rises))
+    return tuple(None if rise is None else round(math.exp(rise), 6) for rise in rises)
 
 
 def _last_rise(places: Floats, values: Floats) -> float | None:

@@ -3,7 +3,7 @@
 import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -166,8 +166,18 @@ class Bench(Study):
     def notes(self) -> Sequence[str]:
         return self._setup.notes
 
-    def resources(self) -> AbstractContextManager[None]:
-        return _handing_over(self._setup.measurer, self._setup.layers)
+    @contextmanager
+    def resources(self) -> Iterator[None]:
+        """Files of q, k, v for the processes that measure."""
+        from efficient_attn.measure.inputs import write_given
+
+        measurer = self._setup.measurer
+        with measurer, tempfile.TemporaryDirectory() as folder:
+            for number, layer in enumerate(self._setup.layers):
+                path = Path(folder) / f"{number}.safetensors"
+                write_given(path, layer)
+                measurer.inputs[layer.name] = str(path)
+            yield
 
     def points(self) -> Points:
         """What the table shows, then other lengths, then rounds until each speed is decided.
@@ -326,16 +336,3 @@ def _layers_of(source: Any, layers: Sequence[int] | None, workload: Workload) ->
             f"layers of {source} differ in shape or causality; save one alone, or pass layers=[N] in Python."
         )
     return captured
-
-
-@contextmanager
-def _handing_over(measurer: Measurer, layers: Sequence[Any]) -> Iterator[None]:
-    """Files of q, k, v for the processes that measure."""
-    from efficient_attn.measure.inputs import write_given
-
-    with measurer, tempfile.TemporaryDirectory() as folder:
-        for number, layer in enumerate(layers):
-            path = Path(folder) / f"{number}.safetensors"
-            write_given(path, layer)
-            measurer.inputs[layer.name] = str(path)
-        yield
