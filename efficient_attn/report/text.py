@@ -150,16 +150,8 @@ def describe(inputs: str) -> str:
     """`encoder(layers=0,1)` in words: `encoder, layers 0, 1`."""
     source, _, inner = inputs.partition("(")
     source = _INPUTS.get(source, source)
-    return f"{source}, {_words(inner)}" if inner else source
-
-
-def layer_words(inputs: str) -> str:
-    """`layers 0, 1, 5` of `encoder(layers=0,1,5)`."""
-    return _words(inputs.rpartition("(")[2])
-
-
-def _words(inner: str) -> str:
-    return re.sub(r",(?=\S)", ", ", inner.removesuffix(")").replace("=", " "))
+    words = re.sub(r",(?=\S)", ", ", inner.removesuffix(")").replace("=", " "))
+    return f"{source}, {words}" if inner else source
 
 
 def setting(case: Case) -> str:

@@ -60,7 +60,7 @@ def test_a_crossover_between_lengths_is_that_of_power_laws_and_close_in_a_block(
 )
 def test_of_several_crossings_the_last_one_counts(values, place):
     speeds = {2**n: Typical(*3 * [2.0**value], samples=4) for n, value in enumerate(values)}
-    assert crossover_of(speeds).value == (None if place is None else pytest.approx(2**place))
+    assert crossover_of(speeds)[0] == (None if place is None else pytest.approx(2**place))
 
 
 def test_only_what_was_measured_under_one_setting_is_compared():
@@ -69,7 +69,7 @@ def test_only_what_was_measured_under_one_setting_is_compared():
         for of, at in (("attention", 700), ("block", 1500))
     )
     rows = speed_ups(curves([*alone, *block], "time_s"))
-    shown = {row.label: crossover_of(row.ratios).value for row in rows}
+    shown = {row.label: crossover_of(row.ratios)[0] for row in rows}
     assert shown == {"window, attention": pytest.approx(700), "window, block": pytest.approx(1500)}
 
 

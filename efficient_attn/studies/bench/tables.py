@@ -239,9 +239,9 @@ def _error_table(comparison: Comparison) -> Table:
     most = max(layers.values())
     few = {n: f", {count} layer{'s' * (count > 1)}" for n, count in layers.items() if count < most}
     heads = ("backend", *(f"{n}{few.get(n, '')}" for n in lengths))
-    inputs = comparison.inputs or ""
-    title = f"Relative error of the output: {text.describe(inputs)}, {text.setting(comparison.case)}"
-    spread = text.layer_words(inputs)
+    inputs = text.describe(comparison.inputs or "")
+    title = f"Relative error of the output: {inputs}, {text.setting(comparison.case)}"
+    spread = inputs.partition(", ")[2]
     notes = (_ERRORS, f"Range: over {spread}." if "," in spread else "Interval: 95 % over the draws.")
     table = Table(title, heads, rows, notes).compared(errors=heads[1:])
     return table._replace(detail=True)
