@@ -49,7 +49,7 @@ def sources(name: str) -> Iterator[Path]:
     elif name == TRAINED:
         yield RUNS / TRAINED / "cells.jsonl"
     else:
-        yield from sorted(DATA.glob("*.safetensors"))
+        yield from sorted(path for path in DATA.glob("*.safetensors") if path.stem != "certified")
 
 
 def digest(name: str) -> str:
