@@ -5,12 +5,14 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from efficient_attn.errors import OptionError
 from efficient_attn.operation_counts import MatMuls, softmax_matmuls, visible_pairs
 from efficient_attn.ops.dtypes import attend_in
+from efficient_attn.ops.exact_kernels import KERNELS, operator_of
 from efficient_attn.ops.softmax.definition import apply_weights, softmax_weights
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
-from efficient_attn.options import check_compute_dtype, compute_dtype_option, option, probability
+from efficient_attn.options import check_compute_dtype, compute_dtype_option, one_of, option, probability
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 
@@ -19,10 +21,14 @@ from efficient_attn.registry import Capabilities, register
 class ExactOptions:
     dropout: float = option(0.0, "Dropout probability of the attention weights in training.")
     compute_dtype: str | None = compute_dtype_option()
+    kernel: str = option("default", f"Kernel: {', '.join(KERNELS)}. default is PyTorch's choice.", added=True)
 
     def __post_init__(self) -> None:
         probability("dropout", self.dropout)
         check_compute_dtype(self.compute_dtype)
+        one_of("kernel", self.kernel, KERNELS)
+        if self.dropout and self.kernel != "default":
+            raise OptionError(f"kernel={self.kernel!r} has no dropout; kernel='default' has.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +63,14 @@ class FusedAttention(nn.Module):
     def __init__(self, problem: AttentionProblem, options: ExactOptions) -> None:
         super().__init__()
         self._scale, self._causal, self._dropout = problem.factor, problem.causal, options.dropout
-        self._dtype = options.compute_dtype
+        self._dtype, self._operator = options.compute_dtype, operator_of(options.kernel)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, zeroed: bool = False
     ) -> Tensor:
         options = {"scale": self._scale, "causal": self._causal, "key_mask": key_mask, "zeroed": zeroed}
-        dropout = self._dropout if self.training else 0.0
-        return attend_in(self._dtype, fused_attention, q, k, v, dropout=dropout, **options)
+        options |= {"dropout": self._dropout if self.training else 0.0, "operator": self._operator}
+        return attend_in(self._dtype, fused_attention, q, k, v, **options)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None

@@ -22,10 +22,17 @@ def calibrate(q=Q, k=K, *, name="performer-full", **options):
     return built(name).calibrate(q, k, **options)
 
 
+def exact(kernel, *, causal=False, key_mask=None, keys=7, grad=False, **options):
+    inputs = [x.float().requires_grad_(grad) for x in (Q, K[:, :, :keys], V[:, :, :keys])]
+    return built("exact", causal=causal, kernel=kernel, **options)(*inputs, key_mask=key_mask)
+
+
 HIDDEN = torch.zeros(2, 7, dtype=torch.bool)
 CAUSAL = "Causal backends: .*block-topk.* window"
 MULTIPLE = "window=65 .* a multiple of 4 can: 64 or 68"
 QUERIES = "needs as many queries as keys; q has 1 .*StateCache"
+NOT_HERE = r"kernel='cudnn'\) runs on cuda, not on cpu\. Kernels for this call: default, flash, math, flex\."
+BACKWARD = r"kernel='flex'\) has no backward pass on a CPU\. Kernels for this call: default, flash, math\."
 CALIBRATE = r"call backend\.calibrate\(q, k\), or ea\.calibrate"
 
 
@@ -46,6 +53,13 @@ CALIBRATE = r"call backend\.calibrate\(q, k\), or ea\.calibrate"
         (lambda: calibrate(q=Q[:, :, :0]), ea.ShapeError, "needs a query"),
         (lambda: calibrate(q=Q[..., :3], k=K[..., :3]), ea.ShapeError, "q has 3 entries a vector"),
         (lambda: calibrate(name="exact"), ea.UnsupportedError, "'exact' has nothing to calibrate"),
+        (lambda: exact("cudnn"), ea.UnsupportedError, NOT_HERE),
+        (lambda: exact("flex", grad=True), ea.UnsupportedError, BACKWARD),
+        (lambda: exact("flex", keys=6), ea.UnsupportedError, "as many queries as keys, not 7 and 6"),
+        (lambda: exact("flex", causal=True, key_mask=~HIDDEN), ea.UnsupportedError, r"no mask \[2, 1, 7, 7\]"),
+        (lambda: built("exact", kernel="flex")(Q, K, V), ea.UnsupportedError, "not compute in float64"),
+        (lambda: exact("flash", dropout=0.1), ea.OptionError, "no dropout; kernel='default' has"),
+        (lambda: exact("cuda"), ea.UnknownNameError, "kernel is called 'cuda'.*cudnn, default"),
     ],
 )
 def test_what_cannot_be_done_is_refused(request_, error, message):

@@ -1,6 +1,6 @@
 """Exact softmax attention through PyTorch's fused kernel, which never materialises the scores."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -31,17 +31,19 @@ def fused_attention(
     key_mask: KeyMask | None,
     dropout: float,
     zeroed: bool = False,
+    operator: Callable[..., Tensor] | None = None,
 ) -> Output:
     """softmax(scale · q kᵀ) v in O(tokens) memory, excluding inputs and output.
 
     Args:
         zeroed: Whether keys and values are already zero where they are masked.
+        operator: Kernel in place of `scaled_dot_product_attention`, without dropout.
     """
     if scale <= 0:
         # The kernel multiplies the −inf of its causal mask by the scale, which would give NaN or +inf.
         q, scale = q * scale, 1.0
     rowwise, spans = causal and _plain(q.shape[-2] > 1), None
-    whole = rowwise and q.shape[-2] == k.shape[-2] and not dropout
+    whole = rowwise and q.shape[-2] == k.shape[-2] and not dropout and operator is None
     if whole and key_mask is not None and readable(key_mask, q, k, v) and cpu_flash.available(q, k, v):
         spans = real_spans(key_mask)
     if spans is not None:
@@ -57,11 +59,12 @@ def fused_attention(
     if spans:
         out = _by_flash(q, k, v, None, scale, spans)
     elif rowwise and (key_mask is not None or q.shape[-2] != k.shape[-2]):
-        out = _causal_in_blocks(q, k, v, scale=scale, key_mask=key_mask, dropout=dropout)
+        out = _causal_in_blocks(q, k, v, scale=scale, key_mask=key_mask, dropout=dropout, operator=operator)
     else:
         mask = None if key_mask is None else _without_fully_masked(key_mask[:, None, None, :], key_mask)
         options = _options(q, k, scale, dropout)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=rowwise, **options)
+        operator = operator or F.scaled_dot_product_attention
+        out = operator(q, k, v, attn_mask=mask, is_causal=rowwise, **options)
     # A slice of the whole tensor would copy its gradient in the backward pass.
     return out[..., :-missing] if missing > 0 else out
 
@@ -78,16 +81,25 @@ def _options(q: Tensor, k: Tensor, scale: float, dropout: float) -> dict[str, An
 
 
 def _causal_in_blocks(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, key_mask: Tensor | None, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    key_mask: Tensor | None,
+    dropout: float,
+    operator: Callable[..., Tensor] | None,
 ) -> Tensor:
     """Attention block by block of rows, over the keys up to the block's last row, with one mask each."""
     asks = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if asks and q.shape[-2] > _ROWS and not dropout and eager(q, k, v) and cpu_flash.available(q, k, v):
+    long = asks and q.shape[-2] > _ROWS and not dropout and operator is None
+    if long and eager(q, k, v) and cpu_flash.available(q, k, v):
         return _by_flash(q, k, v, key_mask, scale, None)
+    operator = operator or F.scaled_dot_product_attention
     blocks, options = [], _options(q, k, scale, dropout)
     for rows, keys, _ in _blocks(q, k, None):
         mask = _visible(rows[2], keys[2].stop, q, key_mask)
-        block = F.scaled_dot_product_attention(q[rows], k[keys], v[keys], attn_mask=mask, **options)
+        block = operator(q[rows], k[keys], v[keys], attn_mask=mask, **options)
         blocks.append(block)
     return torch.cat(blocks, dim=-2)
 

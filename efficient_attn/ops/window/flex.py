@@ -34,6 +34,20 @@ def flex_window(inputs: WindowInputs) -> Tensor:
     """
     q, k, v, key_mask, back, ahead, scale = inputs[:7]
     count = 0 if inputs.first_k is None else inputs.first_k.shape[2]
+    try:
+        return compiled_window(q, k, v, key_mask, back, ahead, scale, count)
+    except flex.NotCompiledError:
+        return unfused_window(inputs)
+
+
+def compiled_window(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float, count: int
+) -> Tensor:
+    """Attention to `count` global keys and the keys i−back … i+ahead.
+
+    Raises:
+        NotCompiledError: If the kernels cannot be compiled.
+    """
     if torch.compiler.is_compiling():
         paths.note_kernel("flex")
         return _attention(q, k, v, key_mask, back, ahead, scale, count)
@@ -44,11 +58,8 @@ def flex_window(inputs: WindowInputs) -> Tensor:
         if x is not None:
             torch._dynamo.maybe_mark_dynamic(x, sizes)
     shape, window = (q.shape[1], *k.shape[1::2], v.shape[-1], key_mask is None), (back, ahead, scale, count)
-    try:
-        call = flex.compiled(_attention, q.device, q.dtype, *shape, *window)
-        out = call(q, k, v, key_mask, *window)
-    except flex.NotCompiledError:
-        return unfused_window(inputs)
+    call = flex.compiled(_attention, q.device, q.dtype, *shape, *window)
+    out: Tensor = call(q, k, v, key_mask, *window)
     paths.note_kernel("flex")
     return out
 

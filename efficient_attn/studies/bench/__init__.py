@@ -285,7 +285,7 @@ class Bench(Study):
 
     def _variants(self, workload: Workload) -> tuple[Variant, ...]:
         """Exact attention with default options, then the other variants."""
-        chosen = select(self.backends, self.options, usual=_BACKENDS, also=True)
+        chosen = select(self.backends, _all_kernels(self.options, workload), usual=_BACKENDS, also=True)
         if self.backends is None:
             from efficient_attn.ops.paths import bfloat16_instructions
 
@@ -300,6 +300,20 @@ class Bench(Study):
         if self.decode:
             chosen = tuple(replace(x, label=f"{x.label} · {DECODED}", execution=DECODED) for x in chosen)
         return chosen
+
+
+def _all_kernels(settings: shared.Settings, workload: Workload) -> shared.Settings:
+    """Settings with the kernels of this machine in place of `exact.kernel=all`."""
+    exact = (settings or {}).get(YARDSTICK, {})
+    if settings is None or [*exact.get("kernel", ())] != ["all"]:
+        return settings
+    import torch
+
+    from efficient_attn.ops.exact_kernels import kernels_for
+
+    shape, dtype = (1, 1, 128, workload.head_dim), getattr(torch, workload.dtype)
+    x = torch.empty(shape, device=workload.device, dtype=dtype, requires_grad=workload.backward)
+    return {**settings, YARDSTICK: {**exact, "kernel": kernels_for(x, x, x, None, workload.causal)}}
 
 
 def _served(variants: Sequence[Variant], causal: bool) -> tuple[list[Variant], list[Variant]]:

@@ -1,9 +1,10 @@
 """Tables of a benchmark: one of each setting for the terminal, and all lengths for the page."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import UNIFORM_ATTENTION
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK
 from efficient_attn.report import text
 from efficient_attn.report.table import NOT_MEASURED, PREDICTED, UNDECIDED, Table
 from efficient_attn.runs.study import Run, Settled
@@ -73,6 +74,9 @@ def _comparison_table(comparison: Comparison, run: Run[Settled]) -> Table:
         START: [start_cell(row) for row in shown],
         further: [_further(column, row, errors_at, longest) for row in shown],
     }
+    # Exact attention by several kernels is compared in digits.
+    if {row.backend for row in shown} <= {YARDSTICK, *REFERENCES} and len(shown) > 2:
+        columns[f"digits, {errors_at} tokens"] = [_digits(row, errors_at) for row in shown]
     columns = {head: cells for head, cells in columns.items() if {*cells} - {NOT_MEASURED, ""}}
     rows = tuple(zip([row.label for row in shown], *columns.values(), strict=True))
     doubt = _doubt(comparison, run.study.most_rounds)
@@ -97,6 +101,15 @@ def _comparison_table(comparison: Comparison, run: Run[Settled]) -> Table:
     )
     grey = [(n, place) for n, row in enumerate(rows) if row[0] in references for place in range(len(row))]
     return table._replace(worse=tuple(dict.fromkeys((*table.worse, *grey))))
+
+
+def _digits(row: Row, tokens: int) -> str:
+    """Correct decimal digits of exact attention on the worst layer."""
+    error = row.errors.get(tokens)
+    if error is None or row.backend in REFERENCES:
+        return NOT_MEASURED
+    # Equal to float64, whose numbers have 16 digits.
+    return f"{-math.log10(max(error.worst, 1e-16)):.1f}"
 
 
 def _memory_cell(row: Row, tokens: int) -> str:
