@@ -1,6 +1,7 @@
 """Exact softmax attention: PyTorch's fused kernel, and materialised scores."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -63,14 +64,15 @@ class FusedAttention(nn.Module):
     def __init__(self, problem: AttentionProblem, options: ExactOptions) -> None:
         super().__init__()
         self._scale, self._causal, self._dropout = problem.factor, problem.causal, options.dropout
-        self._dtype, self._operator = options.compute_dtype, operator_of(options.kernel)
+        self._dtype = options.compute_dtype
+        self._attend = partial(fused_attention, operator=operator_of(options.kernel))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, zeroed: bool = False
     ) -> Tensor:
         options = {"scale": self._scale, "causal": self._causal, "key_mask": key_mask, "zeroed": zeroed}
-        options |= {"dropout": self._dropout if self.training else 0.0, "operator": self._operator}
-        return attend_in(self._dtype, fused_attention, q, k, v, **options)
+        dropout = self._dropout if self.training else 0.0
+        return attend_in(self._dtype, self._attend, q, k, v, dropout=dropout, **options)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None

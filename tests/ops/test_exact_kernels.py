@@ -79,7 +79,7 @@ def test_a_bias_on_cuda_has_aligned_rows():
 def test_a_gpu_that_cannot_serve_a_call_names_kernels_that_can():
     with FakeTensorMode():
         q = torch.empty(1, 2, 96, 12, device="cuda", dtype=torch.float32)
-        with pytest.raises(ea.UnsupportedError, match="multiple of 8, not 12.* call: default, math, flex"):
+        with pytest.raises(ea.UnsupportedError, match=r"multiple of 8, not 12.* call: default, math, flex"):
             ea.build("exact", head_dim=12, kernel="flash")(q, q, q)
         q = torch.empty(1, 2, 96, 8, device="cuda", dtype=torch.float32)
         with pytest.raises(ea.UnsupportedError, match=r"serves no float32 \[1, 2, 96, 8\] here"):
