@@ -1,12 +1,13 @@
 """Check, time and share the fused kernels on the GPU of this machine."""
 
-import itertools
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import YARDSTICK, select
 from efficient_attn.ops import paths, verdict
+from efficient_attn.ops.exact_kernels import KERNELS
 from efficient_attn.report.table import Table, markdown_line, to_markdown
 from efficient_attn.runs.engine import Engine
 from efficient_attn.runs.store import RECORDS, Store, open_folder, read_json, run_folder
@@ -29,6 +31,7 @@ from efficient_attn.runs.study import Points, Run, Settled
 from efficient_attn.runs.workload import Costs, Workload, settle
 from efficient_attn.stats.estimates import on_device, time_ratio
 from efficient_attn.studies.bench import Bench
+from efficient_attn.studies.bench.tables import START
 
 VERDICT, PAGE = "verdict.json", "gpu-check.md"
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
@@ -39,7 +42,10 @@ _HEADS, _HEAD_DIM, _ROUNDS = 16, 64, 4
 _LINEAR, _OPERATORS = "performer-positive", "performer-positive, operators"
 # Causality of the measured calls that each kernel serves; in float32 one does, whose longest calls are slow.
 _TIMED = {"flex": False, "causal-linear": True}
-_LONGEST_FLOAT32 = 16384
+_LONGEST_SLOW = 16384
+
+# A time or speed-up with its interval, in place of which a report has UNCLEAR.
+_SPREAD, UNCLEAR = re.compile(r"~?([\d.]+)×?\??\t(?:([\d.]+) to ([\d.]+)|interval beyond .+)"), "unclear"
 
 Say = Callable[[str], None]
 
@@ -68,7 +74,7 @@ class GpuCheck(NamedTuple):
         columns = ("kernel", "precision", "outcome", "tile", "cases served", "largest error / bound")
         title = f"Fused kernels on {self.verdict['machine']['gpu']}"
         times = Bench().view("tables", self.records, Run(Settled())) if self.records else []
-        return [Table(title, columns, tuple(rows), (*notes,)), *times]
+        return [Table(title, columns, tuple(rows), (*notes,)), *map(_without_wide, times)]
 
     def sentences(self) -> list[str]:
         """Speeds against exact attention, with crossovers."""
@@ -86,6 +92,23 @@ def _entries(kernels: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, A
     for kernel, stored in kernels.items():
         for precision, entry in stored["precisions"].items():
             yield kernel, precision, entry
+
+
+def _without_wide(table: Table) -> Table:
+    """The table with UNCLEAR in place of times and speed-ups whose interval reaches beyond ×2."""
+    rows = [[*row] for row in table.rows]
+    for row, (column, heading) in product(rows, enumerate(table.columns)):
+        spread = _SPREAD.fullmatch(row[column])
+        if spread is None or heading == START:
+            continue
+        # Of an interval beyond ×3 a cell has no numbers.
+        value, low, high = (float(number or "nan") for number in spread.groups())
+        if not (value <= 2 * low and high <= 2 * value):
+            row[column] = UNCLEAR
+    best = [(row, column) for row, column in table.best if rows[row][column] != UNCLEAR]
+    unclear = any(UNCLEAR in row for row in rows)
+    notes = (*table.notes, *[f"{UNCLEAR}: the 95 % interval reaches beyond ×2."] * unclear)
+    return table._replace(rows=tuple(map(tuple, rows)), best=tuple(best), notes=notes)
 
 
 def show_gpu_check(folder: str | Path) -> GpuCheck:
@@ -241,6 +264,8 @@ def _measure(
     workload: Workload, device: str, variables: Mapping[str, str], store: Store, budget_s: float, say: Say
 ) -> None:
     exact, window, linear = select([YARDSTICK, "window", _LINEAR])
+    # Where a kernel serves no call, its refusal is the record.
+    named = select([YARDSTICK], {YARDSTICK: {"kernel": KERNELS[1:]}})
     operators = replace(linear, label=_OPERATORS)
     by_operators = {"EFFICIENT_ATTN_KERNELS": "torch"}
     with (
@@ -250,12 +275,13 @@ def _measure(
 
         def points() -> Points:
             dtypes, both = (workload.dtype, "float32"), (False, True)
-            for tokens, dtype, causal, backward in itertools.product(LENGTHS, dtypes, both, both):
-                if dtype == "float32" and (tokens > _LONGEST_FLOAT32 or not causal):
+            for tokens, dtype, causal, backward in product(LENGTHS, dtypes, both, both):
+                if dtype == "float32" and (tokens > _LONGEST_SLOW or not causal):
                     continue
                 setting = {"causal": causal, "backward": backward, "device": device, "inputs": "gaussian"}
                 of_setting = []
-                for variant in (exact, window, linear, operators):
+                compared = named if tokens <= _LONGEST_SLOW else ()
+                for variant in (exact, window, linear, operators, *compared):
                     costs = Costs(
                         measure=plain if variant is operators else kernels,
                         shared={**vars(workload), **setting, "dtype": dtype},

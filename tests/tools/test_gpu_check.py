@@ -18,6 +18,7 @@ from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.measure.isolation import CrashError, LateError
 from efficient_attn.measure.record import Record
 from efficient_attn.ops import paths, verdict
+from efficient_attn.report.table import Table
 from efficient_attn.tools import gpu_check
 
 PRECISIONS = ("bfloat16", "float16", "tf32", "float32")
@@ -270,6 +271,17 @@ def test_a_folder_is_shown_anywhere(folder, capsys):
     assert ending.value.code == 1
     for text in ("NVIDIA H100", "flex", "failed", "forward 0.50", "error 1", "A note.", "exact 1×"):
         assert text in shown
+
+
+def test_a_time_or_speed_whose_interval_reaches_beyond_twice_is_unclear():
+    wide = ("0.13×\t0.058 to 0.28", "0.12×\t0.05 to 0.2", "~26×\tinterval beyond ×3")
+    cells = ("1.8×\t0.90 to 3.5", *wide, "190×?")
+    shown = gpu_check._without_wide(Table("", ("1", "2", "3", "4", "5"), (cells,), best=((0, 0), (0, 1))))
+    assert shown.rows == ((cells[0], "unclear", "unclear", "unclear", "190×?"),)
+    assert shown.best == ((0, 0),) and shown.notes == ("unclear: the 95 % interval reaches beyond ×2.",)
+    # Lengths are neither.
+    lengths = Table("", ("faster from, tokens",), (("17000\t7400 to 30000",),))
+    assert gpu_check._without_wide(lengths) == lengths
 
 
 @pytest.mark.parametrize("content", ["{}", "no JSON"])
