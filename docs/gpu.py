@@ -1,16 +1,17 @@
 """Writes the part of docs/gpu.md that says what `gpu-check` measured on each GPU of results/gpu/."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).parent))
 from choosing import table
 
-from efficient_attn.measure.record import Case
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import YARDSTICK
 from efficient_attn.report.text import three_digits
-from efficient_attn.stats.estimates import DEVICE_TIME, by_clock, call_time, curves
+from efficient_attn.stats.estimates import DEVICE_TIME, TIME, by_clock, call_time, curves
 from efficient_attn.stats.predicted_time import crossover
 from efficient_attn.stats.speeds import SpeedUp, speed_ups
 from efficient_attn.tools.gpu_check import GpuCheck, show_gpu_check
@@ -38,7 +39,7 @@ PREDICTED_MS = {
 
 
 def measured(results: Path = RESULTS) -> str:
-    """Outcomes and device times of every folder of a check."""
+    """Outcomes and times of every folder of a check."""
     folders = sorted(path.parent for path in results.glob("*/verdict.json"))
     return "\n".join(part for folder in folders for part in _of_gpu(folder, show_gpu_check(folder)))
 
@@ -55,10 +56,10 @@ def _of_gpu(folder: Path, check: GpuCheck) -> Iterator[str]:
         f"{machine['ptxas']}; {'records' if check.records else 'verdict'} in `results/gpu/{folder.name}`. "
         f"Passed: {'; '.join(passed)}.\n"
     )
-    timed = by_clock(check.records).get(DEVICE_TIME, ())
-    compared = speed_ups(curves(timed, "time_s"))
-    starts = {_call(row.case): _start(row) for row in compared}
+    clocks = by_clock(check.records)
+    timed = clocks.get(DEVICE_TIME, ())
     times = {(*_call(r.case), r.case.tokens): 1000 * call_time(r).median for r in timed}
+    queued, single = (_starts(records) for records in (timed, clocks[TIME]))
     rows = []
     for call in dict.fromkeys(key[:4] for key in sorted(times, key=lambda key: key[1:4])):
         label, dtype, causal, backward = call
@@ -70,9 +71,16 @@ def _of_gpu(folder: Path, check: GpuCheck) -> Iterator[str]:
             time = times.get((*call, n))
             shown = "–" if time is None else three_digits(time)
             cells.append(shown if guess is None or time is None else f"{shown} ({three_digits(guess)})")
-        rows.append([name, *cells, starts.get(call, "")])
+        starts = filter(None, (queued.get(call), single.get(call)))
+        rows.append([name, *cells, "; ".join(starts)])
     if rows:
-        yield table(["call, ms (predicted)", *map(str, PREDICTED_LENGTHS), "faster from, tokens"], rows)
+        lengths = map(str, PREDICTED_LENGTHS)
+        yield table(["call, ms (predicted)", *lengths, "faster from, tokens: queued; single"], rows)
+
+
+def _starts(records: Sequence[Record]) -> dict[Any, str]:
+    """Length from which each call is faster than exact attention, by call."""
+    return {_call(row.case): _start(row) for row in speed_ups(curves(records, "time_s"))}
 
 
 def _call(case: Case) -> tuple[str, str, bool, bool]:
