@@ -61,6 +61,39 @@ def test_records_name_the_kernels_in_force(monkeypatch):
         monkeypatch.setenv(VARIABLE, "torch")
 
 
+@pytest.mark.parametrize(
+    ("options", "kernels"),
+    [
+        ({}, ("flash", "math", "flex")),
+        ({"backward": True}, ("flash", "math")),
+        ({"dtype": "float64"}, ("flash", "math")),
+    ],
+)
+def test_all_kernels_are_those_that_serve_the_calls(options, kernels):
+    settings = {"exact": {"kernel": ["all"]}}
+    points = points_of(study("bench", ["exact"], options=settings, seq_lens=16, **options, **SHAPE))
+    labels = [f"exact(kernel={kernel})" for kernel in kernels]
+    assert [*dict.fromkeys(x.case.label for x in points if x.case.kind == "time")] == ["exact", *labels]
+
+
+def test_two_kernels_differ_by_what_float64_says(tmp_path):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 300, 8)
+    write_given(tmp_path / "qkv.safetensors", NamedInputs("x", Activations(q, k, v), 0.5))
+    shape = {"of": "output", "num_heads": 2, "head_dim": 8, "inputs": "x"}
+    exact = F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), scale=0.5)
+    errors = {}
+    for kernel in ("flash", "math"):
+        options = {"dropout": 0.0, "compute_dtype": None, "kernel": kernel}
+        named = replace(
+            case("error", f"exact(kernel={kernel})", 300, **shape), backend="exact", options=options
+        )
+        out = ea.build("exact", head_dim=8, scale=0.5, kernel=kernel)(q, k, v)
+        errors[kernel] = error_of_case(named, None, str(tmp_path / "qkv.safetensors")).output_relative_error
+        assert errors[kernel] == pytest.approx(float((out - exact).norm() / exact.norm()), rel=1e-6)
+    assert errors["flash"] != errors["math"] and max(errors.values()) < 1e-6
+
+
 @pytest.mark.slow
 def test_causal_refusals_of_a_default_selection_are_records():
     results = bench(causal=True, **SMALL)

@@ -206,6 +206,17 @@ def test_backends_that_cannot_be_causal_share_a_line_and_other_refusals_have_rea
     assert not {"a", "b", "c"} & {row[0] for row in table.rows}
 
 
+def test_kernels_of_exact_attention_are_compared_in_digits():
+    records = [error("exact(kernel=flash)", 4.3e-7), error("exact(kernel=math)", 0.0)]
+    table = table_of([*EXACT, *MEAN, *records])
+    digits = table.columns.index("digits, 512 tokens")
+    shown = {row[0]: (row[1], row[digits]) for row in table.rows}
+    assert shown["exact(kernel=flash)"] == ("4.3e-07", "6.4") and shown["exact"] == ("3e-07", "6.5")
+    assert shown["exact(kernel=math)"] == ("0", "16.0") and shown["uniform attention"][1] == "–"
+    assert not any("digits" in column for column in table_of([*ALL, *records]).columns)
+    assert not any("digits" in column for column in table_of([*EXACT, *MEAN]).columns)
+
+
 def test_an_option_chooses_the_fifth_column():
     window = error("window", 0.3, output_mse=0.02, density=0.25)
     memory = Record(case=case("memory", "window", 512, **SHAPE), peak_bytes=1, state_bytes=2048)
