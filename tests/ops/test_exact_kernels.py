@@ -62,7 +62,7 @@ def test_a_bias_on_cuda_has_aligned_rows():
     q, k, v = (torch.empty(2, 4, 21, 8, device="meta", dtype=torch.bfloat16) for _ in range(3))
     mask = torch.ones(2, 1, 1, 21, dtype=torch.bool, device="meta")
     assert exact_kernels._bias(mask, q, q.dtype).stride() == (32, 0, 0, 1)
-    assert exact_kernels._OPERATORS["efficient"](q, k, v, mask, False, 1.0).shape == q.shape
+    assert exact_kernels._output("efficient", q, k, v, mask, False, 1.0).shape == q.shape
 
 
 def test_a_gpu_that_cannot_serve_a_call_names_kernels_that_can():
@@ -84,5 +84,5 @@ def test_flash_attention_3_gets_tokens_before_heads(returned, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_func=attend))
     inputs = random_qkv(kv_heads=4, value_dim=8, q_tokens=7)
-    out = exact_kernels._OPERATORS["fa3"](*inputs, None, True, 0.3)
+    out = exact_kernels._output("fa3", *inputs, None, True, 0.3)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(*inputs, scale=0.3, is_causal=True))

@@ -17,6 +17,9 @@ from efficient_attn.ops.softmax.biased import eager, readable
 from efficient_attn.ops.softmax.definition import causal_mask
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
+# Kernel under the arguments of `scaled_dot_product_attention`; None: the choice of PyTorch.
+_Operator = Callable[..., Tensor] | None
+
 # Rows per call with a mask per row: the mask of all rows would take tokens² bytes.
 _ROWS = 512
 
@@ -31,7 +34,7 @@ def fused_attention(
     key_mask: KeyMask | None,
     dropout: float,
     zeroed: bool = False,
-    operator: Callable[..., Tensor] | None = None,
+    operator: _Operator = None,
 ) -> Output:
     """softmax(scale · q kᵀ) v in O(tokens) memory, excluding inputs and output.
 
@@ -56,13 +59,13 @@ def fused_attention(
         v = F.pad(v, (0, missing))
     elif missing < 0:
         q, k = F.pad(q, (0, -missing)), F.pad(k, (0, -missing))
+    options = _options(q, k, scale, dropout)
     if spans:
         out = _by_flash(q, k, v, None, scale, spans)
     elif rowwise and (key_mask is not None or q.shape[-2] != k.shape[-2]):
-        out = _causal_in_blocks(q, k, v, scale=scale, key_mask=key_mask, dropout=dropout, operator=operator)
+        out = _causal_in_blocks(q, k, v, key_mask, operator, options)
     else:
         mask = None if key_mask is None else _without_fully_masked(key_mask[:, None, None, :], key_mask)
-        options = _options(q, k, scale, dropout)
         operator = operator or F.scaled_dot_product_attention
         out = operator(q, k, v, attn_mask=mask, is_causal=rowwise, **options)
     # A slice of the whole tensor would copy its gradient in the backward pass.
@@ -81,22 +84,15 @@ def _options(q: Tensor, k: Tensor, scale: float, dropout: float) -> dict[str, An
 
 
 def _causal_in_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    key_mask: Tensor | None,
-    dropout: float,
-    operator: Callable[..., Tensor] | None,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, operator: _Operator, options: dict[str, Any]
 ) -> Tensor:
     """Attention block by block of rows, over the keys up to the block's last row, with one mask each."""
     asks = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    long = asks and q.shape[-2] > _ROWS and not dropout and operator is None
+    long = asks and q.shape[-2] > _ROWS and not options["dropout_p"] and operator is None
     if long and eager(q, k, v) and cpu_flash.available(q, k, v):
-        return _by_flash(q, k, v, key_mask, scale, None)
+        return _by_flash(q, k, v, key_mask, options["scale"], None)
     operator = operator or F.scaled_dot_product_attention
-    blocks, options = [], _options(q, k, scale, dropout)
+    blocks = []
     for rows, keys, _ in _blocks(q, k, None):
         mask = _visible(rows[2], keys[2].stop, q, key_mask)
         block = operator(q[rows], k[keys], v[keys], attn_mask=mask, **options)
