@@ -36,7 +36,7 @@ def operator_of(kernel: str) -> Callable[..., Tensor] | None:
 
 
 def kernels_for(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> list[str]:
-    """Names of the kernels that serve a call on this machine, apart from PyTorch's choice."""
+    """Named kernels that serve a call on this machine."""
     return [kernel for kernel in KERNELS[1:] if _obstacle(kernel, q, k, v, mask, causal) is None]
 
 

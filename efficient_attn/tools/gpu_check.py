@@ -95,7 +95,7 @@ def _entries(kernels: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, A
 
 
 def _without_wide(table: Table) -> Table:
-    """The table with UNCLEAR in place of times and speed-ups whose interval reaches beyond ×2."""
+    """Replace times and speed-ups by UNCLEAR if their interval exceeds ×2."""
     rows = [[*row] for row in table.rows]
     for row, (column, heading) in product(rows, enumerate(table.columns)):
         spread = _SPREAD.fullmatch(row[column])

@@ -74,8 +74,9 @@ def _comparison_table(comparison: Comparison, run: Run[Settled]) -> Table:
         START: [start_cell(row) for row in shown],
         further: [_further(column, row, errors_at, longest) for row in shown],
     }
-    # Exact attention by several kernels is compared in digits.
-    if {row.backend for row in shown} <= {YARDSTICK, *REFERENCES} and len(shown) > 2:
+    # Kernels of exact attention are compared in digits.
+    backends = [row.backend for row in shown if row.backend not in REFERENCES]
+    if {*backends} == {YARDSTICK} and len(backends) > 1:
         columns[f"digits, {errors_at} tokens"] = [_digits(row, errors_at) for row in shown]
     columns = {head: cells for head, cells in columns.items() if {*cells} - {NOT_MEASURED, ""}}
     rows = tuple(zip([row.label for row in shown], *columns.values(), strict=True))
