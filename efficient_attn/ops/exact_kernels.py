@@ -52,12 +52,13 @@ def _attend(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    if enable_gqa:
-        # Not all kernels serve groups of query heads.
+    # The kernel of the CPU rounds gradients of each query head, and before PyTorch 2.10 serves no groups.
+    each = torch.is_grad_enabled() or torch.__version__ < "2.10"
+    if enable_gqa and (kernel == "efficient" or (kernel == "flash" and not q.is_cuda and each)):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     if not (q.numel() and k.numel()):
         # Kernels divide by sizes, and nothing is computed.
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, enable_gqa=enable_gqa)
     inputs = (q, k, v, attn_mask, is_causal)
     if obstacle := _obstacle(kernel, *inputs):
         serving = ", ".join(["default", *kernels_for(*inputs)])
@@ -91,7 +92,7 @@ def _obstacle(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     cuda: Any = torch.backends.cuda
     able = getattr(cuda, f"can_use_{kernel}_attention")
     masked = "" if mask is None else " with a mask"
-    served = able(cuda.SDPAParams(q, k, v, mask, 0.0, causal, False))
+    served = able(cuda.SDPAParams(q, k, v, mask, 0.0, causal, q.shape[1] != k.shape[1]))
     return None if served else f"serves no {dtype} {list(q.shape)}{masked} here"
 
 
@@ -112,7 +113,8 @@ def _output(
     if kernel == "flash":
         return flash_rows(q, k, v, bias, scale, causal)[0]
     if kernel == "math":
-        return operators._scaled_dot_product_attention_math(q, k, v, bias, 0.0, causal, scale=scale)[0]
+        operator, grouped = operators._scaled_dot_product_attention_math, q.shape[1] != k.shape[1]
+        return operator(q, k, v, bias, 0.0, causal, scale=scale, enable_gqa=grouped)[0]
     operator = getattr(operators, f"_scaled_dot_product_{kernel}_attention")
     return operator(q, k, v, bias, True, 0.0, causal, scale=scale)[0]
 
