@@ -250,7 +250,6 @@ class Backend(nn.Module):
 def check_inputs(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, streaming: bool = False
 ) -> None:
-    """Refuse inputs that the backend cannot compute."""
     problem, spec = backend.problem, backend.spec
     _check_whole(q=q, k=k, v=v, key_mask=key_mask)
     for name, x in (("q", q), ("k", k), ("v", v)):

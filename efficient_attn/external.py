@@ -70,8 +70,6 @@ SIGNATURES: dict[str, tuple[Callable[..., dict[str, Any]], bool]] = {
 
 
 class AdaptedAttention(nn.Module):
-    """Core of a backend that calls a function by the signature of its library."""
-
     def __init__(
         self,
         function: Callable[..., Any],
@@ -112,7 +110,6 @@ def spec_of(thing: Any, *, name: str | None = None) -> BackendSpec:
 
 
 def _core_of(built: Backend, problem: AttentionProblem, options: NoOptions) -> nn.Module:
-    """Core of a built backend, for the problem that it was built for."""
     for name in ("head_dim", "causal", "factor"):
         had, asks = getattr(built.problem, name), getattr(problem, name)
         if had != asks:

@@ -128,7 +128,6 @@ def seeded(spec: BackendSpec, options: Mapping[str, Any], seed: int) -> dict[str
 
 
 def parse_options(backend: BackendSpec, options: Mapping[str, Any]) -> Any:
-    """The options as an instance of the backend's class."""
     names = [field.name for field in fields(backend.options_type)]
     for option, value in options.items():
         if option in AttentionProblem.__dataclass_fields__:

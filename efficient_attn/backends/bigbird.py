@@ -37,7 +37,6 @@ class BigBirdOptions:
 
     @property
     def most(self) -> int:
-        """Largest number of blocks that a block of queries reads."""
         return self.window + self.global_blocks + self.random_blocks
 
 
@@ -68,8 +67,6 @@ def operations(problem: AttentionProblem, options: BigBirdOptions, tokens: int, 
     compared=False,
 )
 class BigBird(nn.Module):
-    """Attention to the blocks of a window, the first blocks and random blocks, the same in all heads."""
-
     def __init__(self, problem: AttentionProblem, options: BigBirdOptions) -> None:
         super().__init__()
         if not problem.causal and options.window % 2 == 0:

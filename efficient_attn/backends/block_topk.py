@@ -82,8 +82,6 @@ def operations(problem: AttentionProblem, options: BlockTopKOptions, tokens: int
     compared=False,
 )
 class BlockTopK(nn.Module):
-    """Attention to the blocks whose mean key has the largest product with a mean query."""
-
     def __init__(self, problem: AttentionProblem, options: BlockTopKOptions) -> None:
         super().__init__()
         self._scale, self._blocks, self._block = problem.factor, options.blocks, options.block

@@ -126,7 +126,6 @@ class ByHeadAttention(nn.Module):
         self._attend(q, k, k if v is None else v, fit)
 
     def redraw(self, seed: int) -> None:
-        """Redraw the random features of all parts that have random features."""
         from efficient_attn import backends
 
         for part, part_seed in zip(self.parts, backends.spawn_seeds(seed, len(self.parts)), strict=True):

@@ -38,8 +38,6 @@ _ALL = slice(None)
 
 @dataclass(frozen=True, kw_only=True)
 class RandomFeatureOptions:
-    """Options of all backends with random features."""
-
     num_features: int = option(256, "Outputs of the feature map.")
     projection: str = option("orthogonal", "How the random directions are drawn: orthogonal, simplex or iid.")
     seed: int = option(0, "Seed of the draw; the same seed gives the same features on every device.")
@@ -178,7 +176,6 @@ class CalibratedFeatures(Float32Buffers):
         return self.curvatures.shape[0] > 0
 
     def use(self, fit: Fit) -> None:
-        """Set the parameters to a fit."""
         for name, value in zip(Fit._fields, fit, strict=True):
             # Buffers are contiguous, since torch.export writes strided buffers wrongly.
             setattr(self, name, value.to(getattr(self, name)).contiguous())

@@ -18,8 +18,6 @@ _INITS = ("mean-pool", "gaussian")
 
 @dataclass(frozen=True, kw_only=True)
 class LinformerOptions:
-    """Options of Linformer."""
-
     rank: int = option(256, "Number of projected keys and values.")
     sharing: str = option(
         "heads",
@@ -86,11 +84,6 @@ def operations(problem: AttentionProblem, options: LinformerOptions, tokens: int
     return *mixings, *softmax_matmuls(pairs, problem.head_dim, value_dim)
 
 
-def rank(problem: AttentionProblem, options: LinformerOptions) -> int:
-    """Largest rank of the weights."""
-    return options.rank
-
-
 @register(
     "linformer",
     summary="Softmax over learned low-rank projections of keys and values; a pooling until trained.",
@@ -102,7 +95,7 @@ def rank(problem: AttentionProblem, options: LinformerOptions) -> int:
         causal=False, nonnegative=False, averages=False, needs_max_tokens=True, sharded="sums"
     ),
     operations=operations,
-    rank=rank,
+    rank=lambda problem, options: options.rank,
 )
 def build(problem: AttentionProblem, options: LinformerOptions) -> LinformerAttention:
     assert problem.max_tokens is not None, "build refuses a missing max_tokens"

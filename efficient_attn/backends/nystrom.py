@@ -17,8 +17,6 @@ from efficient_attn.registry import Capabilities, register
 
 @dataclass(frozen=True, kw_only=True)
 class NystromOptions:
-    """Options of Nyströmformer."""
-
     landmarks: int = option(64, "Number of landmarks, the means of segments of real tokens.")
     iterations: int = option(6, "Iterations of the pseudo-inverse.")
 
@@ -94,11 +92,6 @@ def operations(problem: AttentionProblem, options: NystromOptions, tokens: int, 
     return (*means, *reads, *between, *iterations)
 
 
-def rank(problem: AttentionProblem, options: NystromOptions) -> int:
-    """Largest rank of the weights."""
-    return options.landmarks
-
-
 @register(
     "nystrom",
     summary="Softmax through landmarks, with an iterative pseudo-inverse between them.",
@@ -109,7 +102,7 @@ def rank(problem: AttentionProblem, options: NystromOptions) -> int:
     # Landmarks average all queries: later rows, or rows of another sequence, would change every output.
     capabilities=Capabilities(causal=False, cross=False, nonnegative=False, averages=False),
     operations=operations,
-    rank=rank,
+    rank=lambda problem, options: options.landmarks,
     compared=False,
 )
 def build(problem: AttentionProblem, options: NystromOptions) -> NystromAttention:

@@ -31,7 +31,6 @@ class OracleTopKOptions:
 
 
 def operations(problem: AttentionProblem, options: OracleTopKOptions, tokens: int, value_dim: int) -> MatMuls:
-    """Products of every query with every key, as for `exact-dense`."""
     return dense_operations(problem, DenseOptions(), tokens, value_dim)
 
 
@@ -47,8 +46,6 @@ def operations(problem: AttentionProblem, options: OracleTopKOptions, tokens: in
     compared=False,
 )
 class OracleTopK(nn.Module):
-    """Attention to the keys of the largest weights."""
-
     def __init__(self, problem: AttentionProblem, options: OracleTopKOptions) -> None:
         super().__init__()
         self._scale, self._causal, self._keys = problem.factor, problem.causal, options.keys

@@ -68,8 +68,6 @@ def operations(problem: AttentionProblem, options: WindowOptions, tokens: int, v
     also=({"global_tokens": 4},),
 )
 class WindowAttention(nn.Module):
-    """Attention to the window of each query, and to the global tokens."""
-
     def __init__(self, problem: AttentionProblem, options: WindowOptions) -> None:
         super().__init__()
         if not problem.causal and options.window % 2 == 0:

@@ -67,8 +67,6 @@ def operations(
     operations=operations,
 )
 class WindowClusters(nn.Module):
-    """Attention to near keys and to clusters of far keys, computed for every input."""
-
     def __init__(self, problem: AttentionProblem, options: WindowClustersOptions) -> None:
         super().__init__()
         self._sizes: dict[str, Any] = {

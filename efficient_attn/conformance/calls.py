@@ -110,7 +110,6 @@ def tensors_are_read_anew(subject: Subject, case: CheckCase) -> Iterator[Finding
 
 
 def _results(subject: Subject, backend: Backend, inputs: Inputs) -> list[Named]:
-    """The output, and the output of a second step of `extend` with the same tensors."""
     outputs = [("Output", run(backend, inputs))]
     if subject.promises.streaming and backend.problem.causal:
         _, state = backend.extend(*inputs[:3], key_mask=inputs.key_mask)

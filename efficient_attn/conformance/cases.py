@@ -49,7 +49,6 @@ class CheckCase:
         return ", ".join(words)
 
     def but(self, **changes: Any) -> "CheckCase":
-        """The same case with some fields changed."""
         return replace(self, **changes)
 
 
@@ -144,7 +143,6 @@ BOTH = (False, True)
 
 
 def vary(*cases: CheckCase, **values: Sequence[Any]) -> tuple[CheckCase, ...]:
-    """Each case with each combination of the values of some fields."""
     combinations = list(itertools.product(*values.values()))
     return tuple(
         case.but(**dict(zip(values, fields, strict=True))) for case in cases for fields in combinations
@@ -152,7 +150,6 @@ def vary(*cases: CheckCase, **values: Sequence[Any]) -> tuple[CheckCase, ...]:
 
 
 def both(*cases: CheckCase) -> tuple[CheckCase, ...]:
-    """Each case with and without causality."""
     return vary(*cases, causal=BOTH)
 
 

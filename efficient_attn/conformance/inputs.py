@@ -97,7 +97,6 @@ def layout_in_memory_does_not_matter(subject: Subject, case: CheckCase) -> Itera
 
 
 def _views(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """Inputs whose entries share memory."""
     for names in ("qkv", "q", "k", "v"):
         arranged = {name: x[:1, :1].expand_as(x) for name, x in inputs._asdict().items() if name in names}
         yield f"Expanded {names}", inputs._replace(**arranged)

@@ -44,7 +44,6 @@ class KernelCase(NamedTuple):
 
 
 def cases_of(lengths: Sequence[int], head_dim: int = 64) -> list[KernelCase]:
-    """Every length with every norm, with and without a key mask and grouped heads."""
     grid = itertools.product(lengths, (1, 5, 20), (False, True), (False, True))
     return [KernelCase(norm, tokens, masked, grouped, head_dim) for tokens, norm, masked, grouped in grid]
 
@@ -158,7 +157,6 @@ def check_kernel(
 
 
 def _results(call: Callable[[Inputs], Tensor], inputs: Inputs, gradient: Tensor | None) -> list[Tensor]:
-    """Output, and gradients with respect to q, k and v for an upstream gradient."""
     with torch.set_grad_enabled(gradient is not None):
         leaves = inputs.leaves()
         out = call(leaves)

@@ -35,7 +35,6 @@ LONGER = ONE.but(tokens=22 * SEGMENTS, batch=1, heads=2, kv_heads=1, masked=True
 
 
 def _drawn(seed: int) -> tuple[CheckCase, ...]:
-    """Random cases whose tokens are whole segments."""
     cases = (*joint(seed, 9), *joint(seed, 9, dtype="float32")[:4])
     return tuple(
         case.but(tokens=_whole(case.tokens), keys=None if case.causal else _whole(case.k_tokens), norm=GENTLE)
@@ -155,7 +154,6 @@ class _Rank(_C10D.ProcessGroup):
         return _done([output])
 
     def _swap(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
         self._shown[self._index] = value
         self._barrier.wait()
         values = list(self._shown)

@@ -158,7 +158,6 @@ def very_long_states_are_whole(subject: Subject, case: CheckCase) -> Iterator[Fi
     state, start, outputs = None, 0, []
 
     def at_end(inputs: Inputs, rows: int) -> list[torch.Tensor]:
-        """Outputs of the last queries, and their rounding."""
         if not subject.promises.needs_all_queries:
             inputs = inputs._replace(q=inputs.q[:, :, -rows:])
         return [x[:, :, -rows:] for x in (run(backend, inputs), rounding(backend, inputs, case.dtype))]

@@ -58,7 +58,6 @@ class Subject:
     position_dependent: bool = False
 
     def serves(self, case: CheckCase) -> bool:
-        """Whether the backend promises to support the case."""
         can = self.promises
         fits = case.k_tokens == case.tokens or (not can.needs_all_queries if case.causal else can.cross)
         masks = can.key_mask or not case.masked
@@ -223,7 +222,6 @@ def results(
 
 
 def takes_scale(backend: Backend) -> bool:
-    """Whether the scale of the problem reaches the formula."""
     return bool(getattr(backend.core, "takes_scale", True))
 
 

@@ -37,7 +37,6 @@ class Ended(Exception):
 
 
 def cannot_check(reason: str) -> Ended:
-    """End of a check that does not apply."""
     return Ended(UNKNOWN, reason)
 
 
@@ -74,11 +73,9 @@ class Check:
 
     @property
     def is_long(self) -> bool:
-        """Whether the check belongs to the long form only."""
         return not self.cases and not self.drawn(0)
 
     def inputs(self, subject: Subject) -> list[CheckCase]:
-        """Inputs that the subject promises to support."""
         long = self.long(subject.seed) if subject.long or self.is_long else ()
         cases = (*self.cases, *self.drawn(subject.seed), *long)
         if not subject.grouped:
@@ -121,7 +118,6 @@ def record_of(entry: Check, subject: Subject) -> CheckRecord:
 
 
 def _outcome(entry: Check, subject: Subject) -> dict[str, Any]:
-    """Fields of the record that the check decides."""
     promises = subject.promises
     missing = ", ".join(name.replace("_", " ") for name in entry.needs if not getattr(promises, name))
     exempt = [name.replace("_", " ") for name in entry.unless if getattr(promises, name)]
@@ -202,7 +198,6 @@ def _broken(body: Body, subject: Subject, case: CheckCase) -> Finding | None:
 
 
 def settings(case: CheckCase) -> dict[str, Any]:
-    """Fields of a case that differ from the defaults."""
     # Tokens have no default.
     return {name: value for name, value in asdict(case).items() if value != getattr(CheckCase, name, None)}
 

@@ -44,8 +44,6 @@ EXCHANGES = {
 
 
 class Calls(NamedTuple):
-    """The hook that `context_parallel` installs."""
-
     layout: Layout
 
     def forward(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:

@@ -53,7 +53,6 @@ def attend_clusters(
 def all_keys(
     k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, values and key mask of all ranks."""
     k, v = all_tokens(torch.cat([k, v], dim=-1), -2, layout).split([k.shape[-1], v.shape[-1]], dim=-1)
     return k, v, None if key_mask is None else all_tokens(key_mask.byte(), 1, layout).bool()
 
@@ -61,7 +60,6 @@ def all_keys(
 def _segments(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
 ) -> Tensor:
-    """Attention of the queries of this rank to all keys."""
     if not backend.problem.causal:
         return backend.core(q, k, v, key_mask)
     rows = []

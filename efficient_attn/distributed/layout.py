@@ -34,7 +34,6 @@ class Layout(NamedTuple):
 
     @property
     def local(self) -> list[int]:
-        """Segments of this rank."""
         return self.segments(self.rank)
 
     @property

@@ -79,7 +79,6 @@ def _attend(inputs: LinearInputs, layout: Layout, *, causal: bool) -> Tensor:
 
 
 def total_state(state: LinearState, layout: Layout) -> LinearState:
-    """The state of the keys of all ranks."""
     reference = largest(state.log_scale, layout)
     return LinearState(total(_rescaled(state.sums, state.log_scale, reference), layout), reference)
 
@@ -157,7 +156,6 @@ def _save(ctx: Any, inputs: LinearInputs, *tensors: Tensor) -> None:
 
 
 def _saved(ctx: Any, number: int) -> tuple[LinearInputs, tuple[Tensor, ...]]:
-    """The saved inputs, and so many tensors."""
     tensors = ctx.saved_tensors
     fields = [*tensors[number:], ctx.kind, ctx.scale]
     return LinearInputs(*fields), tensors[:number]

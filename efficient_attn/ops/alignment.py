@@ -39,7 +39,6 @@ class Alignment(NamedTuple):
     queries: int
 
     def runs(self) -> Iterator[tuple[Tensor, range]]:
-        """Consecutive queries with their positions."""
         # A split has an operator of its own in the backward pass.
         single = len(self.positions) == 1
         parts = (self.q,) if single else self.q.split([len(span) for span in self.positions], dim=2)

@@ -139,7 +139,6 @@ def machine(device: torch.device) -> dict[str, str]:
 
 @cache
 def source_hash(kernel: str) -> str:
-    """Hash of the source of a kernel."""
     digest = hashlib.sha256()
     for pattern in SOURCES[kernel]:
         for file in sorted(Path(__file__).parent.glob(pattern)):

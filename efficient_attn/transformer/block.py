@@ -89,7 +89,6 @@ class BlockOptions:
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple["BlockOptions", dict[str, Any]]:
-        """Split options into options of sublayers and options of the attention layer."""
         names = signature(cls).parameters
         chosen = {name: value for name, value in options.items() if name in names}
         return cls(**chosen), {name: value for name, value in options.items() if name not in names}

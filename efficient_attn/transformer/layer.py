@@ -199,7 +199,6 @@ class AttentionLayer(nn.Module):
         return self.out_proj(heads.transpose(1, 2).flatten(2))
 
     def check_reads_context(self) -> None:
-        """Refuse a context if the layer does not support cross-attention."""
         name = self.backend.spec.name
         if self.backend.problem.causal:
             raise UnsupportedError(

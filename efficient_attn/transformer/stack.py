@@ -307,7 +307,6 @@ def share_layers(layers: list[AttentionLayer]) -> None:
 def resolve_pairs(
     backend: Any, options: Mapping[str, Any], *modules: type[nn.Module]
 ) -> list[tuple[BackendSpec, Mapping[str, Any]]]:
-    """Spec and options of each backend in a list, or of a single backend."""
     entries = backend if isinstance(backend, list) else [(backend, {})]
     pairs = [entry if isinstance(entry, tuple) else (entry, {}) for entry in entries]
     specs = [(resolve(name), layer_options) for name, layer_options in pairs]

@@ -135,7 +135,6 @@ def _extend(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearSta
 
 
 def _before_queries(inputs: LinearInputs, past: LinearState | None) -> LinearState:
-    """The state of `past` and of the keys before the first query."""
     state = _past(inputs, inputs.k.shape[-2] - inputs.q.shape[-2])
     return state if past is None else merge(past, state)
 

@@ -78,7 +78,6 @@ def causal_exponential(inputs: LinearInputs, past: LinearState | None, into: Out
 
 
 def shifted_past(past: LinearState) -> Shifted:
-    """The state of the keys before the first query."""
     sums, reference = past.sums.flatten(0, 1), past.log_scale.flatten(0, 1)
     return Shifted(sums[..., :-1], sums[..., -1:], reference * LOG2_E)
 

@@ -63,7 +63,6 @@ class FeatureMap(NamedTuple):
     plain: str = ""
 
     def num_features(self, directions: int, head_dim: int) -> int:
-        """Number of features."""
         return self.fixed(head_dim) if self.fixed else self.per_direction * directions
 
 

@@ -43,7 +43,6 @@ def full_linear_attention(inputs: LinearInputs) -> Outputs:
 
 
 def whole_state(inputs: LinearInputs) -> LinearState:
-    """The state of all keys."""
     states = (
         summarise(
             inputs.key_features(inputs.key_rows(part), part),
@@ -84,7 +83,6 @@ def _blind(inputs: LinearInputs) -> Tensor | None:
 
 
 def read_state(inputs: LinearInputs, state: LinearState) -> Outputs:
-    """Output rows of all queries, from the state of all keys."""
     parts = chunks(inputs, inputs.q.shape[-2])
     outputs = new_outputs(inputs.q, inputs.v) if len(parts) != 1 else None
     seen = None if inputs.key_mask is None else sees(state)

@@ -195,7 +195,6 @@ class LinearInputs(NamedTuple):
         return self.pulled_back(grad_out, 1) * math.sqrt(abs(self.scale))
 
     def directions_for(self, rows: Tensor) -> Tensor | None:
-        """The directions in the dtype of the rows."""
         return None if self.directions is None else self.directions.to(rows.dtype)
 
     def mask(self, part: slice) -> Tensor | None:
@@ -252,7 +251,6 @@ class Outputs(NamedTuple):
 
 
 def new_outputs(q: Tensor, v: Tensor) -> Outputs:
-    """Uninitialised outputs of queries q over values v."""
     shape = q.shape[:-1]
     logarithm = upcast(q.new_empty(0)).new_empty(*shape, 1)
     return Outputs(q.new_empty(*shape, v.shape[-1]), logarithm, torch.empty_like(logarithm, dtype=torch.bool))

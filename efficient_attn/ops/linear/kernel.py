@@ -169,7 +169,6 @@ class DeviationSample(NamedTuple):
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, scale: float, causal: bool
     ) -> "DeviationSample":
-        """The deviations of a sample of queries, keys and values."""
         q, k, v = map(upcast, (q, zero_masked(k, key_mask), zero_masked(v, key_mask)))
         rows = torch.linspace(0, q.shape[2] - 1, min(q.shape[2], _QUERIES), device=q.device).round().long()
         visible = None if key_mask is None else key_mask[:, None, None, :]

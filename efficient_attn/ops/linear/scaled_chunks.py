@@ -221,7 +221,6 @@ class Segment(NamedTuple):
         return rows * self.inputs.query_factor
 
     def query_features(self, rows: Tensor) -> Features:
-        """Features of query rows, in chunks."""
         return _each(self.inputs.query_features(rows), _flat, self.size * self.inputs.group)
 
     def key_features(self, rows: Tensor) -> Features:

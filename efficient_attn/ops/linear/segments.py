@@ -98,7 +98,6 @@ def attend_segment(inputs: LinearInputs, part: slice, past: LinearState) -> tupl
 
 
 def keys_of(segment: Segment, past: LinearState) -> Keys:
-    """Features, values and states of a segment's keys, which follow the keys of `past`."""
     rows, values = segment.inputs.key_rows(slice(None)), segment.values()
     features = segment.key_features(rows)
     scaled = scaled_keys(features)
@@ -282,7 +281,6 @@ def _pairs(rows: Rows, keys: Keys) -> Pairs:
 
 
 def _with_weak_chunks(pairs: Pairs, weak_rows: Tensor, rows: Rows, keys: Keys) -> Pairs:
-    """Gradients, with weak chunks computed again."""
     size = keys.values.shape[-2]
     for chunks in weak_chunks(weak_rows, rows.features.log_scale.shape[-1]):
         gradients = weak_chunk_gradients(

@@ -169,7 +169,6 @@ def _mean_values(inputs: LinearInputs, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _read(inputs: LinearInputs, w: Tensor, means: Tensor, log_sums: Tensor) -> Outputs:
-    """Attention of the queries to the directions, with the mean values of the keys."""
     w = w if inputs.scale > 0 else -w
     parts_of_q = _chunks(inputs.q, inputs, masked=False)
     # One call in the right dtype returns the output itself, without a copy.
@@ -210,7 +209,6 @@ def _pad_width(x: Tensor, inputs: LinearInputs) -> Tensor:
 def two_softmaxes_gradients(
     inputs: LinearInputs, grad_out: Tensor, out: Tensor, logarithm: Tensor, state: LinearState
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients with respect to q, k and v, from the state of all keys."""
     if flex.available(*inputs[:3]):
         inputs = rounded_directions(inputs)
     kernel = ExpKernel(inputs, shared_buffer=True)

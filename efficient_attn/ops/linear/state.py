@@ -57,14 +57,12 @@ class Means(NamedTuple):
 
     @classmethod
     def of(cls, state: LinearState) -> "Means":
-        """The same state, from sums."""
         sums, ones = state.sums[..., :-1], state.sums[..., -1:]
         # Without a key the scale is −inf, and the logarithm of 1 has a finite gradient.
         ones = torch.where(ones > 0, ones, 1.0)
         return cls(sums / ones, state.log_scale + ones.mT.log())
 
     def to_sums(self) -> LinearState:
-        """The same state, as sums."""
         return LinearState(with_ones(self.means), self.log_sums)
 
 

@@ -79,7 +79,6 @@ class TrigKernel:
 
 
 def trigonometric_attention(inputs: LinearInputs) -> tuple[Outputs, LinearState]:
-    """The output of every query, and the state of all keys."""
     kernel = TrigKernel(inputs)
     state = _state(kernel)
     sums, outputs = state.sums.flatten(0, 1), new_outputs(inputs.q, inputs.v)
@@ -118,7 +117,6 @@ def _state(kernel: TrigKernel) -> LinearState:
 def trigonometric_gradients(
     inputs: LinearInputs, grad_out: Tensor, outputs: Outputs, state: LinearState
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients with respect to q, k and v, from the state of all keys."""
     kernel, kv_heads = TrigKernel(inputs), inputs.k.shape[1]
     sums, reference = state.sums.flatten(0, 1), finite(state.log_scale)
     grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])

@@ -79,7 +79,6 @@ def _plain(condition: bool) -> bool:
 
 
 def _options(q: Tensor, k: Tensor, scale: float, dropout: float) -> dict[str, Any]:
-    """Arguments of the kernel that rows with and without masks share."""
     return {"scale": scale, "dropout_p": dropout, "enable_gqa": _plain(q.shape[1] != k.shape[1])}
 
 
@@ -136,7 +135,6 @@ def _visible(rows: slice, end: int, q: Tensor, key_mask: Tensor | None) -> Tenso
 def _by_flash(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float, spans: Spans | None
 ) -> Tensor:
-    """Attention in blocks by the kernel of the CPU."""
     group = q.shape[1] // k.shape[1]
     # The kernel would round the gradients of each query head, and before PyTorch 2.10 serves no groups.
     if group > 1 and (torch.is_grad_enabled() or torch.__version__ < "2.10"):

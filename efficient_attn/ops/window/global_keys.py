@@ -59,7 +59,6 @@ class WindowInputs(NamedTuple):
 
 
 def global_keys_of(inputs: WindowInputs) -> GlobalKeys | None:
-    """The global keys of inputs, if they have any."""
     if inputs.first_k is None or inputs.first_v is None:
         return None
     return GlobalKeys(inputs.first_k, inputs.first_v, inputs.far, inputs.at)
