@@ -33,8 +33,6 @@ class Backend(nn.Module):
 
     Attributes:
         spec: Name, capabilities and options of the attention.
-        problem: Problem that the backend was built for.
-        options: An instance of `spec.options_type`.
         core: Module that computes the output from unchecked (q, k, v, key_mask).
     """
 

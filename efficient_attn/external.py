@@ -184,12 +184,9 @@ def adapt(
         function: f(q, k, v, …), or its address file.py:object.
         signature: "plain" (key_mask=, causal=), "sdpa" (F.scaled_dot_product_attention) or
             "flash-attn" (flash_attn_func).
-        causal: Whether the function is causal.
         key_mask: Whether it supports key masks.
         cross: Whether it supports cross-attention, with any number of keys.
         grouped: Whether the function supports grouped queries. Otherwise key/value heads are repeated for it.
-        exact: Whether the output equals softmax attention.
-        backward: Whether it has gradients.
 
     Raises:
         UnknownNameError: If the signature does not exist.

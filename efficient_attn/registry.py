@@ -15,19 +15,15 @@ class Capabilities:
     """Capabilities of a backend, read by the listing, the docs, the planner and the checks.
 
     Attributes:
-        causal: Whether causal=True is supported.
         cross: Whether keys may come from another sequence, of any length (cross-attention).
-        key_mask: Whether a key mask is supported.
         streaming: Whether `extend` carries a state from call to call; None: `causal`.
         exact: Whether outputs equal softmax attention up to rounding, of the option `compute_dtype` if set.
         nonnegative: Whether all implied weights are nonnegative.
         averages: Whether the implied weights of a row sum to one.
-        gradients: Whether q, k and v receive gradients.
         second_derivatives: Whether gradients are differentiable.
         compile: Whether `torch.compile(fullgraph=True)` works.
         batch_invariant: Whether on a CPU the bits of a sequence depend on neither the size of the batch nor
             its other sequences.
-        needs_max_tokens: Whether max_tokens is required.
         needs_calibration: Whether `calibrate` is required before the first call.
         needs_all_queries: Whether causal calls need as many queries as keys, since earlier queries decide
             which keys a query reads; `extend` keeps what it needs of them.
@@ -37,7 +33,6 @@ class Capabilities:
         approximates_softmax: Whether the backend approximates softmax attention, not another kernel.
         converges: Whether the output converges to softmax attention as the number of features grows, its
             error as 1/√size; None: `approximates_softmax`. An options class may end it by `converges`.
-        dtypes: Names of the supported dtypes.
         time_growth: Exponent of the number of tokens in the running time.
         memory_growth: Exponent of the number of tokens in the peak memory.
     """
@@ -89,13 +84,11 @@ class BackendSpec:
     Attributes:
         options_type: Frozen dataclass whose fields are the options.
         size_option: Option that a sweep of accuracy varies.
-        capabilities: Declared capabilities.
         builder: Function of (problem, options) that returns a module from (q, k, v, key_mask) to the output.
         operations: Function of (problem, options, tokens, value_dim) that returns the matrix products of one
             head's forward pass, or None where a calibration decides; None: unknown.
         rank: Function of (problem, options) that returns the largest rank of the implied weights, before a
             causal mask if there is one; None: no bound below the number of tokens.
-        paper: Address of the paper.
         formula: Definition in one line of text. `efficient_attn.ops.naive` holds all definitions as code.
         also: Settings of further variants, which comparisons without named backends measure along with the
             default.

@@ -58,11 +58,7 @@ class RandomFeatureOptions:
 
 
 class FixedFeatures(nn.Module):
-    """Feature map without random directions.
-
-    Attributes:
-        kind: Name of the feature map in `ops.linear.features.MAPS`.
-    """
+    """Feature map of `ops.linear.features.MAPS` without random directions."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -106,7 +102,6 @@ class RandomFeatures(Float32Buffers):
     """Random directions of a feature map, drawn once and saved with the model.
 
     Attributes:
-        kind: Name of the feature map in `ops.linear.features.MAPS`.
         projection: Directions [directions head_dim], shared by all heads; float32 or better.
     """
 

@@ -58,11 +58,9 @@ class Pattern(NamedTuple):
     """Which keys a query reads.
 
     Attributes:
-        block: Number of tokens in a block.
         readers: Number of first blocks whose queries read all keys. Not for causal patterns.
         choose: Numbers of the blocks that each block reads besides itself, without repetition, padded by
             numbers ≥ total, [batch or 1, heads or 1, blocks, most].
-        causal: Whether a query reads no later key.
     """
 
     block: int

@@ -63,7 +63,6 @@ class BlockOptions:
     """Options of the sublayers of a block.
 
     Attributes:
-        feed_forward_dim: Width of the feed-forward network.
         activation: "relu", "gelu", "gelu-tanh", "silu", or of a gated network "swiglu" or "geglu".
         norm: "post", after each residual branch, or "pre", before each.
         norm_type: "layer", or "rms", division by the root mean square (Zhang and Sennrich 2019).

@@ -19,11 +19,8 @@ class LanguageModel(nn.Module):
     """softmax(stack(E[tokens]) Eᵀ): a causal pre-norm stack between one embedding and its transpose.
 
     Args:
-        backend: Causal backend, as for `build`.
         vocabulary: Vocabulary size; 256 for bytes.
-        positions: Kind of positions, as for `Encoder`.
-        device, dtype: Device and dtype of parameters and buffers, as of torch's layers.
-        options: Further arguments of Encoder: seed, max_tokens, options of the backend, …
+        options: Further arguments of Encoder, which explains the others.
     """
 
     def __init__(
@@ -86,7 +83,6 @@ def generate(
             [batch new_tokens vocabulary] and the new state: an `extend` between an embedding and a
             projection to the vocabulary.
         first: Prompt, token ids [batch at_least_one].
-        tokens: Number of tokens to generate.
         temperature: Sampling temperature of softmax(logits / temperature); 0: greedy.
         top_k: Number of most likely tokens to sample from.
         seed: Random seed; tokens are drawn on the CPU, identically for every device.

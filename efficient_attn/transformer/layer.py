@@ -60,13 +60,11 @@ class AttentionLayer(nn.Module):
         qk_norm: Whether each query and key head is divided by its root mean square, times a learned vector
             (Henry et al. 2020; Dehghani et al. 2023, section 2).
         norm_eps: Constant under the root of these norms; None: torch's.
-        options: Options of the backend.
 
     Attributes:
         in_proj_weight: [(num_heads + 2 num_kv_heads) · head_dim, model_dim]: rows of q, of k, of v.
         in_proj_bias: Bias of these rows, or None.
         out_proj: Output projection, num_heads · head_dim → model_dim.
-        backend: Module that maps q, k and v to the output.
     """
 
     in_proj_bias: nn.Parameter | None

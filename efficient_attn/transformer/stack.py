@@ -73,14 +73,10 @@ class Encoder(nn.Module):
         final_norm: Whether a norm follows the last block; None: if norm is "pre".
         positions: "sinusoidal", "learned" (needs max_tokens), "rotary" or None.
         seed: Random seed of the random features, spawned per layer; weights use PyTorch's global generator.
-        cross_backend: Backend of the cross-attention, with capability `cross`. None: no cross-attention.
-        cross_options: Further arguments of the cross-attention layer, including options of its backend.
         checkpoint: Whether the activations of each block are computed again in the backward pass instead of
             being kept (Chen et al. 2016).
         device, dtype: Device and dtype of parameters and buffers, as of torch's layers.
-        options: Fields of BlockOptions, whose dropout acts on embeddings too, and further arguments of
-            AttentionLayer: num_kv_heads, head_dim, scale, bias, qk_norm, rotary_base, rotary_scaling, options
-            of the backend.
+        cross_backend, cross_options, options: As for `TransformerBlock`; dropout acts on embeddings too.
     """
 
     def __init__(

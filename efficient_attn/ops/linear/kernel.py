@@ -65,7 +65,6 @@ class Moments(NamedTuple):
     Attributes:
         mean: [kv_heads head_dim].
         second: Second moment, the mean of xxᵀ, [kv_heads head_dim head_dim].
-        num_vectors: Number of vectors in the means.
     """
 
     mean: Tensor
@@ -157,7 +156,6 @@ class DeviationSample(NamedTuple):
         rows: Positions of the queries, evenly spaced, [rows].
         uniform: Mean of the values that each query sees, [batch heads rows value_dim].
         exact: Softmax attention less the mean, of the same shape.
-        kv_heads: Number of key heads.
     """
 
     rows: Tensor
