@@ -26,7 +26,6 @@ from efficient_attn.conformance.cases import (
 from efficient_attn.conformance.numerics import BETWEEN, DRAWS, noisy
 from efficient_attn.conformance.records import BROKEN, KEPT, NOT_PROMISED, Finding
 from efficient_attn.conformance.subject import (
-    Named,
     Subject,
     agree,
     distance,
@@ -307,27 +306,16 @@ def _along(
 )
 def frozen_inputs(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend, _, bounds = subject.plain_call(case)
-    expected, bound = _required(backend, inputs, (True,) * 4), float(bounds.max())
+    call, bound = partial(run, backend), float(bounds.max())
+    expected = gradients(call, inputs, learned=backend)
     # The parameters, all together, are a fourth input that may be frozen.
     with_parameters = (False, True) if any(True for _ in backend.parameters()) else (False,)
     for asking in itertools.product((False, True), (False, True), (False, True), with_parameters):
         if any(asking):
-            computed = _required(backend, inputs, asking)
+            backend.requires_grad_(asking[3])
+            computed = gradients(call, inputs, learned=backend, asking=asking[:3])
+            backend.requires_grad_(True)
             names = [name for name, _ in computed]
             letters = "".join(letter for letter, asks in zip("qkv", asking, strict=False) if asks)
             where = f"where {letters or 'none'}{' and parameters' * asking[3]} require it"
             yield from agree(where, computed, [pair for pair in expected if pair[0] in names], bound)
-
-
-def _required(backend: Backend, inputs: Inputs, asking: tuple[bool, ...]) -> list[Named]:
-    """Gradients of the sum of squares w.r.t. q, k, v and the parameters that are required."""
-    leaves = [x.detach().clone().requires_grad_(ask) for x, ask in zip(inputs[:3], asking, strict=False)]
-    backend.requires_grad_(asking[3])
-    total = run(backend, inputs.of(*leaves)).square().sum()
-    tensors = {**dict(zip("qkv", leaves, strict=True)), **dict(backend.named_parameters())}
-    required = {f"Gradient w.r.t. {name}": x for name, x in tensors.items() if x.requires_grad}
-    backend.requires_grad_(True)
-    if not total.requires_grad:  # weights may depend on positions alone
-        return [(name, torch.zeros_like(x)) for name, x in required.items()]
-    computed = torch.autograd.grad(total, list(required.values()), materialize_grads=True)
-    return list(zip(required, computed, strict=True))

@@ -1,7 +1,7 @@
 """The backend under test: its promises, its construction for each case, and comparisons of its outputs."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -252,18 +252,26 @@ def gradients(
     *,
     learned: nn.Module | None = None,
     upstream: float | Tensor | None = None,
+    asking: Sequence[bool] = (True, True, True),
 ) -> list[Named]:
-    """Gradients w.r.t. q, k, v and the parameters: of the sum of squares, or for an upstream gradient."""
-    traced, parameters = inputs.leaves(), dict(learned.named_parameters() if learned else ())
+    """Gradients w.r.t. q, k, v and the parameters: of the sum of squares, or for an upstream gradient.
+
+    Args:
+        asking: Which of q, k and v require gradients.
+    """
+    traced = inputs.of(*(x.requires_grad_(ask) for x, ask in zip(inputs.leaves()[:3], asking, strict=True)))
+    sources = dict(zip("qkv", traced[:3], strict=True)) | dict(learned.named_parameters() if learned else ())
+    required = {f"Gradient w.r.t. {name}": x for name, x in sources.items() if x.requires_grad}
     with torch.enable_grad():
         out = call(traced)
+    if not out.requires_grad:  # weights may depend on positions alone
+        return [(name, torch.zeros_like(x)) for name, x in required.items()]
     flowing = 2 * out.detach() if upstream is None else upstream
     if not isinstance(flowing, Tensor):
         # As the gradient of a sum comes, all entries share memory.
         flowing = out.new_full((), flowing).expand_as(out)
-    leaves = [*traced[:3], *parameters.values()]
-    computed = torch.autograd.grad(out, leaves, flowing, materialize_grads=True)
-    return list(zip([f"Gradient w.r.t. {name}" for name in [*"qkv", *parameters]], computed, strict=True))
+    computed = torch.autograd.grad(out, list(required.values()), flowing, materialize_grads=True)
+    return list(zip(required, computed, strict=True))
 
 
 def agree(

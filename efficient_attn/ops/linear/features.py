@@ -8,6 +8,7 @@ distribution N(0, I), or the fixed norm √head_dim.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -161,32 +162,29 @@ def _plain_exponential_pullback(x: Tensor, features: Features, grad: Features, d
     return grad.values * features.values
 
 
-def taylor_1_features(x: Vectors, directions: None = None) -> Features:
-    """[1, x]: products are 1 + x·y, the exponential's first two terms, and may be negative."""
-    scale = _finite_scale(x, power=1)
-    return Features(scale, torch.cat([torch.ones_like(scale), x], dim=-1) * (-scale).exp())
+def taylor_features(x: Vectors, directions: None = None, *, order: int) -> Features:
+    """[1, x], and for order 2 also x_i²/√2 and x_i x_j for i < j.
+
+    Products are the first terms of the exponential: 1 + x·y, which may be negative, or 1 + x·y + (x·y)²/2,
+    which is at least 1/2.
+    """
+    scale = _finite_scale(x, power=order)
+    values = [torch.ones_like(scale), x]
+    if order == 2:
+        row, column, factor = _pairs(x)
+        values.append(factor * x[..., row] * x[..., column])
+    return Features(scale, torch.cat(values, dim=-1) * (-scale).exp())
 
 
-def _taylor_1_pullback(x: Tensor, features: Features, grad: Features, directions: None) -> Tensor:
+def _taylor_pullback(
+    x: Tensor, features: Features, grad: Features, directions: None, *, order: int
+) -> Tensor:
     assert grad.values is not None
-    return grad.values[..., 1:] * (-_finite_scale(x, power=1)).exp()
-
-
-def taylor_2_features(x: Vectors, directions: None = None) -> Features:
-    """[1, x, x_i²/√2, x_i x_j for i < j]: products are 1 + x·y + (x·y)²/2, which is at least 1/2."""
-    scale = _finite_scale(x, power=2)
+    grads = grad.values * (-_finite_scale(x, power=order)).exp()
+    grad_x, grad_pairs = grads[..., 1:].tensor_split([x.shape[-1]], dim=-1)
+    if order == 1:
+        return grad_x
     row, column, factor = _pairs(x)
-    pairs = factor * x[..., row] * x[..., column]
-    values = torch.cat([torch.ones_like(scale), x, pairs], dim=-1)
-    return Features(scale, values * (-scale).exp())
-
-
-def _taylor_2_pullback(x: Tensor, features: Features, grad: Features, directions: None) -> Tensor:
-    assert grad.values is not None
-    row, column, factor = _pairs(x)
-    _, grad_x, grad_pairs = (grad.values * (-_finite_scale(x, power=2)).exp()).split(
-        [1, x.shape[-1], len(row)], -1
-    )
     weighted = factor * grad_pairs
     grad_x = grad_x.index_add(-1, row, weighted * x[..., column])
     return grad_x.index_add(-1, column, weighted * x[..., row])
@@ -204,6 +202,11 @@ def _finite_scale(x: Tensor, *, power: int) -> Tensor:
     The scale is divided out and multiplied back, so that no gradient flows through it.
     """
     return power * x.detach().abs().amax(dim=-1, keepdim=True).clamp_min(1.0).log()
+
+
+def _taylor_map(order: int, fixed: Callable[[int], int]) -> FeatureMap:
+    features, pullback = partial(taylor_features, order=order), partial(_taylor_pullback, order=order)
+    return FeatureMap(features, pullback, has_values=True, signed=True, fixed=fixed)
 
 
 MAPS = {
@@ -240,16 +243,8 @@ MAPS = {
         fixed=lambda d: d,
         unscaled=True,
     ),
-    "taylor-1": FeatureMap(
-        taylor_1_features, _taylor_1_pullback, has_values=True, signed=True, fixed=lambda d: 1 + d
-    ),
-    "taylor-2": FeatureMap(
-        taylor_2_features,
-        _taylor_2_pullback,
-        has_values=True,
-        signed=True,
-        fixed=lambda d: (d + 1) * (d + 2) // 2,
-    ),
+    "taylor-1": _taylor_map(1, lambda d: 1 + d),
+    "taylor-2": _taylor_map(2, lambda d: (d + 1) * (d + 2) // 2),
 }
 
 

@@ -129,7 +129,10 @@ def two_softmaxes(inputs: LinearInputs) -> tuple[Outputs, LinearState]:
     """
     on_gpu = flex.available(*inputs[:3])
     inputs = rounded_directions(inputs) if on_gpu else inputs
-    w = None if on_gpu else _padded_directions(inputs)
+    w = None
+    if not on_gpu:
+        w = inputs.exponents()
+        w = _pad_width(w.expand(*inputs.k.shape[:2], *w.shape[-2:]), inputs)
     means, log_sums = mean_values_of_parts(inputs) if w is None else _mean_values(inputs, w)
     log_sums = log_sums - math.log(inputs.num_features) / 2
     if inputs.log_weights is not None:
@@ -137,11 +140,6 @@ def two_softmaxes(inputs: LinearInputs) -> tuple[Outputs, LinearState]:
     log_sums = log_sums.contiguous()
     out = read_fused(inputs, means, log_sums) if w is None else _read(inputs, w, means, log_sums)
     return out, LinearState(with_ones(first_columns(means, inputs.v.shape[-1])), log_sums.unsqueeze(-2))
-
-
-def _padded_directions(inputs: LinearInputs) -> Tensor:
-    w = inputs.exponents()
-    return _pad_width(w.expand(*inputs.k.shape[:2], *w.shape[-2:]), inputs)
 
 
 def _mean_values(inputs: LinearInputs, w: Tensor) -> tuple[Tensor, Tensor]:
