@@ -141,9 +141,9 @@ def test_bfloat16_in_tiles_is_one_call_per_block_with_the_errors_of_the_other_pa
     causal, count, instructions, monkeypatch
 ):
     calls, attention = [], torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr("efficient_attn.ops.window.slices.bfloat16_instructions", lambda: instructions)
+    monkeypatch.setattr("efficient_attn.ops.window.attention.bfloat16_instructions", lambda: instructions)
     monkeypatch.setattr(
-        "efficient_attn.ops.window.slices.F.scaled_dot_product_attention",
+        "efficient_attn.ops.window.attention.F.scaled_dot_product_attention",
         lambda *inputs, **options: calls.append(inputs[0].shape[-2]) or attention(*inputs, **options),
     )
     q, k, v = (x.bfloat16() for x in random_qkv(2, 4, 2, 700, 700))

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.alignment import first_columns, padded_rows
 from efficient_attn.ops.dtypes import zero_masked
 from efficient_attn.ops.operators import transformed
-from efficient_attn.ops.paths import dynamic
+from efficient_attn.ops.paths import bfloat16_instructions, dynamic, parts
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.window import flex, varlen
@@ -21,9 +22,11 @@ from efficient_attn.ops.window.global_keys import (
     tokens_at,
 )
 from efficient_attn.ops.window.operator import fused_window, fused_window_backward
-from efficient_attn.ops.window.slices import sliced_window, supports_slices
 from efficient_attn.ops.window.unfused import unfused_window
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
+
+# Queries of a slice, and keys of the smallest window whose products are worth a call.
+_BLOCK, _FEWEST_KEYS = 128, 129
 
 
 def window_attention(
@@ -57,8 +60,8 @@ def window_attention(
             return attend_one(q, k, v, key_mask, first, scale)
         if first is None and (ahead == 0 or ahead >= q_tokens - 1):
             return fused_attention(q, k, v, scale=scale, causal=ahead == 0, key_mask=key_mask, dropout=0.0)
-    if not (mapped or trained or dynamic(k_tokens)) and supports_slices(q, back, ahead, key_mask):
-        return sliced_window(q, k, v, back, ahead, scale, first)
+    if not (mapped or trained or dynamic(k_tokens)) and _supports_slices(q, back, ahead, key_mask):
+        return _sliced_window(q, k, v, back, ahead, scale, first)
     fused = None if mapped else _fused(q, k, v, key_mask)
     if first is not None and fused is not _tuned:
         # A global key of a window of one token may come later than its query, or not.
@@ -77,6 +80,39 @@ def window_attention(
     kernel_q, kernel_k, kernel_v = _Enter.apply(q, k, v)
     out = fused(WindowInputs(kernel_q, kernel_k, kernel_v, *inputs[3:]))
     return _Leave.apply(out, *inputs[:7])
+
+
+def _supports_slices(q: Tensor, back: int, ahead: int, key_mask: Tensor | None) -> bool:
+    """Whether slices serve a call in inference: in float32, and on a CPU without tiles, they are slower."""
+    cpu = q.device.type == "cpu" and q.dtype is torch.bfloat16 and key_mask is None
+    wide = back + ahead + 1 >= _FEWEST_KEYS
+    return cpu and wide and not torch.compiler.is_compiling() and bfloat16_instructions() == "amx_bf16"
+
+
+def _sliced_window(
+    q: Tensor, k: Tensor, v: Tensor, back: int, ahead: int, scale: float, first: GlobalKeys | None
+) -> Tensor:
+    """The output, each block of queries on the global keys and a slice of the keys."""
+    q_tokens, k_tokens = q.shape[-2], k.shape[-2]
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    for rows in parts(q_tokens, _BLOCK):
+        begin, end = rows.start + k_tokens - q_tokens, rows.stop + k_tokens - q_tokens
+        keys = slice(max(begin - back, 0), min(end + ahead, k_tokens))
+        age = torch.arange(begin, end)[:, None] - torch.arange(keys.start, keys.stop)
+        visible = ((age <= back) & (age >= -ahead)).expand(len(q), 1, -1, -1)
+        keys_read, values_read = k[..., keys, :], v[..., keys, :]
+        if first is not None:
+            far = torch.ones(*first.k.shape[:3:2], q_tokens, dtype=torch.bool)
+            if first.far is not None:
+                far = F.pad(first.far, (q_tokens - first.far.shape[-1], 0))
+            visible = torch.cat([far[..., rows].mT.unsqueeze(1), visible], dim=-1)
+            keys_read = torch.cat([first.k, keys_read], dim=-2)
+            values_read = torch.cat([first.v, values_read], dim=-2)
+        bias = q.new_zeros(visible.shape).masked_fill(~visible, -torch.inf)
+        out[..., rows, :] = F.scaled_dot_product_attention(
+            q[..., rows, :], keys_read, values_read, attn_mask=bias, scale=scale, enable_gqa=True
+        )
+    return out
 
 
 def _fused(
