@@ -39,9 +39,7 @@ class FeatureMap(NamedTuple):
         features: Function of (x, directions) that returns the features of x.
         pullback: Function of (x, features, gradients with respect to log_scale and values, directions)
             that returns the gradient with respect to x.
-        has_values: Whether the features of a token are values with one common scale, as signed features
-            have to be; otherwise each feature is the exponential of its own scale.
-        signed: Whether features, and hence their sums, may be negative.
+        signed: Whether features are values of any sign with one common scale for a token.
         per_direction: Number of features per direction; 0 for a map without directions.
         exponential: Whether features are exp(w·x − |x|²/2 + constant), with w the directions or, for two
             features per direction, the directions and then their opposites.
@@ -54,7 +52,6 @@ class FeatureMap(NamedTuple):
 
     features: Callable[[Tensor, Any], Features]
     pullback: Callable[[Tensor, Features, Features, Any], Tensor]
-    has_values: bool
     signed: bool = False
     per_direction: int = 0
     exponential: bool = False
@@ -62,6 +59,11 @@ class FeatureMap(NamedTuple):
     fixed: Callable[[int], int] | None = None
     unscaled: bool = False
     plain: str = ""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether features are values, and not each the exponential of its own scale."""
+        return self.signed or self.unscaled
 
     def num_features(self, directions: int, head_dim: int) -> int:
         return self.fixed(head_dim) if self.fixed else self.per_direction * directions
@@ -206,40 +208,31 @@ def _finite_scale(x: Tensor, *, power: int) -> Tensor:
 
 def _taylor_map(order: int, fixed: Callable[[int], int]) -> FeatureMap:
     features, pullback = partial(taylor_features, order=order), partial(_taylor_pullback, order=order)
-    return FeatureMap(features, pullback, has_values=True, signed=True, fixed=fixed)
+    return FeatureMap(features, pullback, signed=True, fixed=fixed)
 
 
 MAPS = {
-    "positive": FeatureMap(
-        positive_features, _positive_pullback, has_values=False, per_direction=1, exponential=True
-    ),
-    "hyperbolic": FeatureMap(
-        hyperbolic_features, _hyperbolic_pullback, has_values=False, per_direction=2, exponential=True
-    ),
+    "positive": FeatureMap(positive_features, _positive_pullback, per_direction=1, exponential=True),
+    "hyperbolic": FeatureMap(hyperbolic_features, _hyperbolic_pullback, per_direction=2, exponential=True),
     "trigonometric": FeatureMap(
         trigonometric_features,
         _trigonometric_pullback,
-        has_values=True,
         signed=True,
         per_direction=2,
         trigonometric=True,
     ),
-    "relu": FeatureMap(relu_features, _relu_pullback, has_values=True, per_direction=1, unscaled=True),
-    "elu": FeatureMap(elu_features, _elu_pullback, has_values=False, fixed=lambda d: d, plain="plain-elu"),
-    "plain-elu": FeatureMap(
-        plain_elu_features, _plain_elu_pullback, has_values=True, fixed=lambda d: d, unscaled=True
-    ),
+    "relu": FeatureMap(relu_features, _relu_pullback, per_direction=1, unscaled=True),
+    "elu": FeatureMap(elu_features, _elu_pullback, fixed=lambda d: d, plain="plain-elu"),
+    "plain-elu": FeatureMap(plain_elu_features, _plain_elu_pullback, fixed=lambda d: d, unscaled=True),
     "exponential": FeatureMap(
         exponential_features,
         _exponential_pullback,
-        has_values=False,
         fixed=lambda d: d,
         plain="plain-exponential",
     ),
     "plain-exponential": FeatureMap(
         plain_exponential_features,
         _plain_exponential_pullback,
-        has_values=True,
         fixed=lambda d: d,
         unscaled=True,
     ),

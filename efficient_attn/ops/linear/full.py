@@ -12,13 +12,13 @@ from torch import Tensor
 
 from efficient_attn.ops.dtypes import without_autocast
 from efficient_attn.ops.grouped_queries import unfold
+from efficient_attn.ops.linear.features import Features
 from efficient_attn.ops.linear.inputs import FIELDS, LinearInputs, Outputs, chunks, in_range, new_outputs
 from efficient_attn.ops.linear.softmax_identity import suits, two_softmaxes, two_softmaxes_gradients
 from efficient_attn.ops.linear.state import (
     LinearState,
-    at_reference,
     divide,
-    feature_gradients,
+    exponential,
     finite,
     keep_for_backward,
     log_sum,
@@ -26,7 +26,6 @@ from efficient_attn.ops.linear.state import (
     output_gradients,
     query_weights,
     read_gradients,
-    row_factors,
     sees,
     summarise,
     with_ones,
@@ -145,10 +144,10 @@ def query_gradients(
         offset = finite(state.log_scale) - logarithm
         g = output_gradients(grad_out, outputs.out, part, kv_heads)
         if features.values is None:
-            queries = at_reference(features, offset)
-            weights, grads = queries.weights, feature_gradients(queries, g @ state.sums.mT)
+            weights = exponential(features.log_scale + offset)
+            grads = Features(weights * (g @ state.sums.mT), None)
         else:
-            g = g * row_factors(offset, sign)
+            g = g * (exponential(offset) * sign)
             weights, grads = features.values, features._replace(values=g @ state.sums.mT)
         grad_q[..., part, :] = unfold(inputs.query_gradient(rows, features, grads), inputs.q.shape[1])
         query_sums += weights.mT @ g

@@ -163,7 +163,7 @@ class LinearInputs(NamedTuple):
         if self.map.exponential:
             return Features(rows @ self.exponents().mT, None)
         features = self.map.features(rows, self.directions_for(rows))
-        if self.map.has_values and not self.map.unscaled:
+        if self.map.signed:
             return features._replace(log_scale=torch.zeros_like(features.log_scale))
         return features
 

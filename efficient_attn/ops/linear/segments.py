@@ -43,12 +43,10 @@ from efficient_attn.ops.linear.scaled_chunks import (
 from efficient_attn.ops.linear.state import (
     CausalGradients,
     LinearState,
-    at_reference,
     divide,
-    feature_gradients,
+    exponential,
     log_sum,
     read_gradients,
-    row_factors,
 )
 from efficient_attn.ops.linear.weak_chunks import (
     ScaledSums,
@@ -142,14 +140,13 @@ def _outputs(here: ScaledSums, earlier: ScaledSums, inputs: LinearInputs) -> Out
     sums = (here.scale - scale).exp() * here.sums
     sums = torch.addcmul(sums, (earlier.scale - scale).exp(), earlier.sums)
     # Comparisons with NaN are false: a NaN counts as seen, and shows.
-    total, seen = sums[..., -1:], None
-    if inputs.key_mask is not None or not kind.has_values:
-        seen = ~(scale <= UNSEEN)
-    if seen is not None and not kind.signed:
-        # A sum of 0 of positive features is a weak row that is not computed again.
-        seen = seen & ~(total <= 0)
-    near_one = (total, scale) if kind.has_values else in_digits(total, scale)
-    return Outputs(divide(sums, total, seen), log_sum(*near_one, seen), total < 0)
+    total, seen = sums[..., -1:], ~(scale <= UNSEEN)
+    if kind.signed:
+        seen_rows = None if inputs.key_mask is None else seen
+        return Outputs(divide(sums, total, seen_rows), log_sum(total, scale, seen_rows), total < 0)
+    # A sum of 0 of positive features is a weak row that is not computed again.
+    seen = seen & ~(total <= 0)
+    return Outputs(divide(sums, total, seen), log_sum(*in_digits(total, scale), seen), total < 0)
 
 
 # Factor on upstream gradients, a power of two: products in float32 reach down to e⁻⁸⁰.
@@ -216,9 +213,10 @@ def _within_chunks(segment: Segment, rows: Rows, past: LinearState, grads: tuple
     keys, unscaled = keys_of(segment, past), segment.inputs.map.unscaled
     offset = floor(keys.before.log_scale) - rows.logarithm
     if rows.features.values is None:
-        grad_q = feature_gradients(at_reference(rows.features, offset), rows.g @ keys.before.sums.mT)
+        weights = exponential(rows.features.log_scale + offset)
+        grad_q = Features(weights * (rows.g @ keys.before.sums.mT), None)
     else:
-        g = rows.g if unscaled else rows.g * row_factors(offset, rows.sign)
+        g = rows.g if rows.sign is None else rows.g * (exponential(offset) * rows.sign)
         grad_q = rows.features._replace(values=g @ keys.before.sums.mT)
     pairs = _pairs_without_scales(rows, keys) if unscaled else _pairs(rows, keys)
     log_scale, values = pairs.grad_queries
@@ -299,12 +297,12 @@ def _from_later(segment: Segment, rows: Rows, later: LinearState, grads: tuple[T
     unscaled = segment.inputs.map.unscaled
     largest = (rows.features.log_scale - rows.logarithm).amax(dim=-2, keepdim=True)
     offset = -floor(largest) - rows.logarithm
-    if unscaled and rows.features.values is not None:
+    if rows.features.values is None:
+        sums = LinearState(exponential(rows.features.log_scale + offset).mT @ rows.g, largest)
+    elif rows.sign is None:
         sums = LinearState(rows.features.values.mT @ rows.g, rows.features.log_scale[..., :1, :])
-    elif rows.features.values is None:
-        sums = LinearState(at_reference(rows.features, offset).weights.mT @ rows.g, largest)
     else:
-        g = rows.g * row_factors(offset, rows.sign)
+        g = rows.g * (exponential(offset) * rows.sign)
         sums = LinearState(rows.features.values.mT @ g, largest)
     after, whole = running_states(sums, later, reverse=True, unscaled=unscaled)
     key_rows = segment.inputs.key_rows(slice(None))

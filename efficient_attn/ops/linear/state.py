@@ -147,18 +147,6 @@ def with_ones(v: Tensor) -> Tensor:
     return F.pad(v, (0, 1), value=1.0)
 
 
-class Scaled(NamedTuple):
-    """Features relative to a reference that keeps them in range.
-
-    Attributes:
-        weights: [… rows features].
-        scale: Factor between the map's values and `weights`, [… rows 1]; None for a positive map.
-    """
-
-    weights: Tensor
-    scale: Tensor | None = None
-
-
 class CausalGradients(NamedTuple):
     """Gradients of causal attention after the keys of a state.
 
@@ -170,28 +158,6 @@ class CausalGradients(NamedTuple):
     k: Tensor
     v: Tensor
     past_sums: Tensor | None
-
-
-def at_reference(features: Features, offset: Tensor) -> Scaled:
-    """Features times exp(offset)."""
-    scale = exponential(features.log_scale + offset)
-    return Scaled(scale, None) if features.values is None else Scaled(scale * features.values, scale)
-
-
-def row_factors(offset: Tensor, sign: Tensor | None) -> Tensor:
-    """Factors exp(offset) and signs of the rows of queries with values, [… rows 1].
-
-    They multiply the rows of g, which are shorter than features.
-    """
-    return exponential(offset) if sign is None else exponential(offset) * sign
-
-
-def feature_gradients(scaled: Scaled, grad_weights: Tensor) -> Features:
-    """Gradients with respect to logarithmic scale and values, from the gradient of the weights."""
-    grad_log_scale = scaled.weights * grad_weights
-    if scaled.scale is None:
-        return Features(grad_log_scale, None)
-    return Features(grad_log_scale.sum(dim=-1, keepdim=True), scaled.scale * grad_weights)
 
 
 def read_gradients(
@@ -207,8 +173,8 @@ def read_gradients(
         grads = keys._replace(values=values @ query_sums.mT)
         return grads, keys.values @ query_sums[..., :-1]
     if keys.values is None:
-        scaled = at_reference(keys, offset)
-        return feature_gradients(scaled, values @ query_sums.mT), scaled.weights @ query_sums[..., :-1]
+        weights = exponential(keys.log_scale + offset)
+        return Features(weights * (values @ query_sums.mT), None), weights @ query_sums[..., :-1]
     scale = exponential(keys.log_scale + offset)
     grad = (values * scale) @ query_sums.mT
     grad_log_scale = (keys.values * grad).sum(dim=-1, keepdim=True)
