@@ -85,7 +85,7 @@ def test_models_of_other_libraries_are_refused_replaced_or_captured():
         ("q float64", {"q": zeros(8)[0].double()}),
         ("that needs a gradient", {"q": zeros(8)[0].requires_grad_()}),
         ("key_mask bool", {"key_mask": torch.ones(1, 8, dtype=torch.bool)}),
-        ("exact(dropout=0.0, compute_dtype=None), causal", {"backend": built(causal=True)}),
+        ("exact(dropout=0.0, compute_dtype=None, kernel=default), causal", {"backend": built(causal=True)}),
         ("scale 0.5,", {"backend": built(scale=0.5)}),
     ],
 )
