@@ -1,16 +1,15 @@
 """Attention of other packages behind adapters: checked by others_page.py, measured like a backend.
 
-`efficient-attn bench --backend docs/others.py:performer_pytorch` needs the packages, in an environment of
-their own beside this one:
-
-    pip install --no-deps performer-pytorch==1.1.4 local-attention==1.11.2 linformer==0.2.3 \
-        axial-positional-embedding==0.3.12 einops==0.8.2 hyper-connections==0.4.11 torch-einops-utils==0.2.0
+`efficient-attn bench --backend docs/others.py:performer_pytorch` needs the package and what it imports, at
+the versions of `others_packages.py`: `pip install --no-deps`, in an environment of their own.
 """
 
 import contextlib
+import copy
 import io
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from efficient_attn.options import option
-from efficient_attn.registry import BackendSpec, Capabilities
-
-PINNED = {"performer-pytorch": "1.1.4", "local-attention": "1.11.2", "linformer": "0.2.3"}
+from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +45,17 @@ class Part(nn.Module):
         return x[..., self.start : self.end]
 
 
+class Handed(nn.Module):
+    """In the place of a projection: a tensor, whatever its input."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.x = x
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.x
+
+
 def bare(layer: nn.Module, inner_dim: int) -> nn.Module:
     """A package's layer without its projections: q is its input, k and v side by side its context."""
     layer.to_q, layer.to_out = nn.Identity(), nn.Identity()
@@ -55,15 +63,74 @@ def bare(layer: nn.Module, inner_dim: int) -> nn.Module:
     return layer
 
 
-def called(layer: nn.Module, scale: float, q: Tensor, k: Tensor, v: Tensor, **masks: Any) -> Tensor:
-    """The output of a bare layer that knows neither another scale than 1/√dim nor grouped queries."""
+class Third(nn.Module):
+    """In the place of a projection: a third of its input."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        width = x.shape[-1] // 3
+        # Not a chunk, into which autograd forbids writing in place.
+        return x[..., self.number * width : (self.number + 1) * width]
+
+
+def in_thirds(layer: nn.Module, *names: str) -> nn.Module:
+    """A layer of self-attention without its projections: q, k and v side by side are its input."""
+    for number, name in enumerate(names):
+        setattr(layer, name, Third(number))
+    return layer
+
+
+def handed(layer: nn.Module, x: Tensor) -> nn.Module:
+    """A copy of Longformer's layer for one call with q, k and v: the width of its input is that of q."""
+    layer = copy.copy(layer)
+    names = enumerate(("query", "key", "value"))
+    layer._modules = {name: Handed(Third(number)(x).transpose(0, 1)) for number, name in names}
+    return layer
+
+
+def called(
+    layer: Callable[..., Tensor],
+    scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    with_context: bool = False,
+    **masks: Any,
+) -> Tensor:
+    """The output of a bare layer that knows neither another scale than 1/√dim nor grouped queries.
+
+    It takes values exactly as wide as keys: others come in pieces of that width.
+    """
     factor = scale * q.shape[-1] ** 0.5
     # Half of it on either side, as features take their own.
     q, k = q * math.copysign(abs(factor) ** 0.5, factor), k * abs(factor) ** 0.5
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    merged = [x.transpose(1, 2).flatten(2) for x in (q, k, v)]
-    out = layer(merged[0], context=torch.cat(merged[1:], dim=-1), **masks)
-    return out.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
+    width, wide = k.shape[-1], v.shape[-1]
+    outputs = []
+    for piece in F.pad(v, (0, -wide % width)).split(width, dim=-1):
+        merged = [x.transpose(1, 2).flatten(2) for x in (q, k, piece)]
+        if with_context:
+            out = layer(merged[0], context=torch.cat(merged[1:], dim=-1), **masks)
+        else:
+            out = layer(torch.cat(merged, dim=-1), **masks)
+        outputs.append(out.unflatten(-1, (q.shape[1], -1)).transpose(1, 2))
+    return torch.cat(outputs, dim=-1)[..., :wide]
+
+
+def padded(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, multiple: int, least: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k and v with zeros up to a multiple, as the models pad, and a mask without them."""
+    tokens = q.shape[-2]
+    if key_mask is None:
+        key_mask = torch.ones(q.shape[0], tokens, dtype=torch.bool, device=q.device)
+    length = max(tokens + -tokens % multiple, least * multiple)
+    q, k, v = (F.pad(x, (0, 0, 0, length - tokens)) for x in (q, k, v))
+    return q, k, v, F.pad(key_mask, (0, length - tokens))
 
 
 class PerformerPytorch(nn.Module):
@@ -76,7 +143,7 @@ class PerformerPytorch(nn.Module):
         self.layer, self.scale = bare(layer, heads * dim), problem.factor
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return called(self.layer, self.scale, q, k, v, context_mask=key_mask)
+        return called(self.layer, self.scale, q, k, v, with_context=True, context_mask=key_mask)
 
     def redraw(self, seed: int) -> None:
         with torch.random.fork_rng():
@@ -108,78 +175,178 @@ class Linformer(nn.Module):
         self.layer, self.scale = bare(layer, heads * dim), problem.factor
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        # It takes values exactly as wide as keys: others come in pieces of that width.
-        width, wide = k.shape[-1], v.shape[-1]
-        pieces = F.pad(v, (0, -wide % width)).split(width, dim=-1)
-        out = [called(self.layer, self.scale, q, k, piece) for piece in pieces]
-        return torch.cat(out, dim=-1)[..., :wide]
+        return called(self.layer, self.scale, q, k, v, with_context=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Package:
-    """How a package is checked.
+class XTransformers(nn.Module):
+    def __init__(self, problem: Any, options: Any) -> None:
+        super().__init__()
+        from x_transformers.attend import Attend
 
-    Attributes:
-        adapter: Takes (problem, options), maps (q, k, v, key_mask) to the output.
-        capabilities: What its arguments and its README offer.
-        lacks: Why a promise is not one of it, by the name of the check.
+        self.layer = Attend(causal=problem.causal, scale=problem.factor)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return self.layer(q, k, v, mask=key_mask)[0]
+
+
+class LinearAttentionTransformer(nn.Module):
+    def __init__(self, problem: Any, options: Any) -> None:
+        super().__init__()
+        from linear_attention_transformer.linear_attention_transformer import SelfAttention
+
+        width = problem.num_heads * problem.head_dim
+        layer = SelfAttention(width, problem.num_heads, causal=problem.causal, receives_context=True)
+        self.layer, self.scale = bare(layer, width), problem.factor
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return called(self.layer, self.scale, q, k, v, with_context=True, context_mask=key_mask)
+
+
+class NystromAttention(nn.Module):
+    def __init__(self, problem: Any, options: Any) -> None:
+        super().__init__()
+        from nystrom_attention import NystromAttention
+
+        heads, dim = problem.num_heads, problem.head_dim
+        self.layer = NystromAttention(heads * dim, dim, heads, options.size, residual=False)
+        self.layer.to_qkv, self.layer.to_out, self.scale = nn.Identity(), nn.Identity(), problem.factor
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return called(self.layer, self.scale, q, k, v, mask=key_mask)
+
+
+class BigBird(nn.Module):
+    def __init__(self, problem: Any, options: Any) -> None:
+        super().__init__()
+        from transformers.models.big_bird import modeling_big_bird as module
+
+        heads, self.size, self.scale = problem.num_heads, options.size, problem.factor
+        sizes = {"hidden_size": heads * problem.head_dim, "num_attention_heads": heads}
+        config = module.BigBirdConfig(block_size=self.size, **sizes)
+        self.layer = in_thirds(module.BigBirdBlockSparseAttention(config, seed=0), "query", "key", "value")
+        self.masks = module.BigBirdModel.create_masks_for_block_sparse_attn
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        # Up to 11 blocks the model would not be sparse.
+        *inputs, mask = padded(q, k, v, key_mask, self.size, least=12)
+        blocks, band, rows, columns = self.masks(mask.to(q.dtype), self.size)
+        masks = band, rows, columns, blocks, blocks
+        return called(lambda x: self.layer(x, *masks)[0], self.scale, *inputs)[..., : q.shape[-2], :]
+
+
+class Longformer(nn.Module):
+    def __init__(self, problem: Any, options: Any) -> None:
+        super().__init__()
+        from transformers.models.longformer import modeling_longformer as module
+
+        heads, self.size, self.scale = problem.num_heads, 2 * options.size, problem.factor
+        sizes = {"hidden_size": heads * problem.head_dim, "num_attention_heads": heads}
+        config = module.LongformerConfig(num_hidden_layers=1, attention_window=[self.size], **sizes)
+        self.layer = module.LongformerSelfAttention(config, 0)
+        self.layer.dropout = 0.0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        *inputs, mask = padded(q, k, v, key_mask, self.size)
+        masks = {"attention_mask": -10000.0 * ~mask, "is_index_masked": ~mask, "is_global_attn": False}
+        out = called(lambda x: handed(self.layer, x)(Third(0)(x), **masks)[0], self.scale, *inputs)
+        return out[..., : q.shape[-2], :]
+
+
+class Nystromformer(nn.Module):
+    def __init__(self, problem: Any, options: Any) -> None:
+        super().__init__()
+        from transformers.models.nystromformer import modeling_nystromformer as module
+
+        heads, self.size, self.scale = problem.num_heads, options.size, problem.factor
+        sizes = {"hidden_size": heads * problem.head_dim, "num_attention_heads": heads}
+        config = module.NystromformerConfig(num_landmarks=self.size, **sizes)
+        layer = in_thirds(module.NystromformerSelfAttention(config), "query", "key", "value")
+        layer.conv_kernel_size, layer.dropout = None, nn.Identity()
+        self.layer = layer
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        *inputs, mask = padded(q, k, v, key_mask, self.size)
+        self.layer.seq_len = mask.shape[-1]
+        hidden = (~mask[:, None, None]).to(q.dtype) * torch.finfo(q.dtype).min
+        return called(lambda x: self.layer(x, hidden)[0], self.scale, *inputs)[..., : q.shape[-2], :]
+
+
+class FlashLinearAttention(nn.Module):
+    def __init__(self, problem: Any, options: Any) -> None:
+        super().__init__()
+        from fla.ops.linear_attn.naive import naive_chunk_linear_attn
+
+        self.function, self.scale = naive_chunk_linear_attn, problem.factor
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        *inputs, _ = padded(F.elu(q * self.scale**0.5) + 1, F.elu(k * self.scale**0.5) + 1, v, None, 64)
+        # It is causal, whatever is asked.
+        out = self.function(*(x.transpose(1, 2) for x in inputs), normalize=True)
+        return out.transpose(1, 2)[..., : q.shape[-2], :]
+
+
+class Neuralops(nn.Module):
+    def __init__(self, problem: Any, options: Any) -> None:
+        super().__init__()
+        from neuralops.layers.linear.performer_attention import PerformerAttention
+
+        self.scale, width = problem.factor, problem.num_heads * problem.head_dim
+        sizes = {"hidden_size": width, "num_heads": problem.num_heads, "num_features": options.size}
+        kind = {"kernel_type": "favor_plus", "is_causal": problem.causal, "is_nested_encoder": True}
+        self.layer = in_thirds(PerformerAttention(**sizes, **kind), "query", "key", "value")
+        self.layer.dropout = nn.Identity()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        width = q.shape[1] * q.shape[-1]
+        return called(lambda x: self.layer(x, key_mask)[0][..., :width], self.scale, q, k, v)
+
+
+def spec_of(
+    name: str, adapter: type[nn.Module], capabilities: Capabilities, options: type = NoOptions
+) -> BackendSpec:
+    """The spec of an adapter, which takes (problem, options), and maps (q, k, v, key_mask) to the output.
+
+    Args:
+        capabilities: What the package's arguments and its README offer.
     """
 
-    adapter: type[nn.Module]
-    options: type
-    capabilities: Capabilities
-    lacks: dict[str, str]
-
-
-_GROUPS = {"grouped_queries_are_repeated_heads": "No grouped queries; the adapter repeats the heads."}
-_SCALE = {"scale_is_a_factor_on_the_scores": "No scale to choose; the adapter multiplies q and k."}
-_LAST = {"a_query_alone_is_its_row": "No causality with fewer queries than keys."}
-
-PACKAGES = {
-    "performer-pytorch": Package(
-        adapter=PerformerPytorch,
-        options=SizeAndSeed,
-        capabilities=Capabilities(causal=True, streaming=False, compile=False),
-        lacks=_GROUPS | _SCALE | _LAST,
-    ),
-    "local-attention": Package(
-        adapter=LocalAttention,
-        options=Size,
-        capabilities=Capabilities(causal=True, cross=False, streaming=False, compile=False),
-        lacks=_GROUPS | _LAST,
-    ),
-    "linformer": Package(
-        adapter=Linformer,
-        options=SizeAndSeed,
-        capabilities=Capabilities(
-            causal=False,
-            key_mask=False,
-            nonnegative=False,
-            averages=False,
-            compile=False,
-            needs_max_tokens=True,
-        ),
-        lacks=_GROUPS | _SCALE,
-    ),
-}
-
-
-def spec_of(name: str, package: Package) -> BackendSpec:
     def build(problem: Any, options: Any) -> nn.Module:
         # None of the packages takes a seed; all may say something when they are built.
         with torch.random.fork_rng(), contextlib.redirect_stdout(io.StringIO()):
             torch.manual_seed(getattr(options, "seed", 0))
-            return package.adapter(problem, options)
+            return adapter(problem, options)
 
     return BackendSpec(
         name=name,
         summary="",
-        options_type=package.options,
-        size_option="size",
-        capabilities=package.capabilities,
+        options_type=options,
+        size_option=None if options is NoOptions else "size",
+        capabilities=capabilities,
         builder=build,
     )
 
 
-# What a command line finds.
-performer_pytorch, local_attention, linformer = (spec_of(name, PACKAGES[name]) for name in PACKAGES)
+_CAUSAL = Capabilities(causal=True, streaming=False, compile=False, needs_all_queries=True)
+_CAUSAL_SELF = replace(_CAUSAL, cross=False)
+_LINEAR = replace(_CAUSAL, approximates_softmax=False, converges=False)
+_SELF = Capabilities(causal=False, cross=False, compile=False)
+_LOW_RANK = replace(_SELF, nonnegative=False, averages=False)
+# The pseudo-inverse starts from a float32 matrix, which torch multiplies by no half precision.
+_NYSTROM = replace(_LOW_RANK, dtypes=("float32", "float64"))
+_PROJECTED = replace(_LOW_RANK, cross=True, key_mask=False, needs_max_tokens=True)
+_QUADRATIC = {"exact": True, "converges": False, "time_growth": 2, "memory_growth": 2}
+_EXACT = replace(_CAUSAL, needs_all_queries=False, **_QUADRATIC)
+_REFERENCE = replace(_LINEAR, cross=False, key_mask=False)
+
+performer_pytorch = spec_of("performer-pytorch", PerformerPytorch, _CAUSAL, SizeAndSeed)
+local_attention = spec_of("local-attention", LocalAttention, _CAUSAL_SELF, Size)
+linformer = spec_of("linformer", Linformer, _PROJECTED, SizeAndSeed)
+x_transformers = spec_of("x-transformers", XTransformers, _EXACT)
+linear_attention_transformer = spec_of("linear-attention-transformer", LinearAttentionTransformer, _LINEAR)
+nystrom_attention = spec_of("nystrom-attention", NystromAttention, _NYSTROM, Size)
+bigbird = spec_of("bigbird", BigBird, _SELF, Size)
+longformer = spec_of("longformer", Longformer, _SELF, Size)
+nystromformer = spec_of("nystromformer", Nystromformer, _NYSTROM, Size)
+flash_linear_attention = spec_of("flash-linear-attention", FlashLinearAttention, _REFERENCE)
+neuralops = spec_of("neuralops", Neuralops, _CAUSAL_SELF, SizeAndSeed)

@@ -1,34 +1,57 @@
 """Checks attention of other packages with our suite, and writes results/other-packages.
 
-`python docs/others_page.py` needs the packages; others.py says how to install them.
-`python docs/others_page.py page` writes the page again from what was found, and needs none of them.
+`python docs/others_page.py [NAME…]` downloads each package, or these, into a folder of its own, which is
+deleted at the end, and runs there the checks, the comparison of times and the script of a finding.
+`python docs/others_page.py page` writes the page again from what was found, and downloads nothing.
 """
 
 import datetime
 import inspect
 import json
+import os
 import platform
+import re
+import statistics
+import subprocess
 import sys
-from collections import Counter
+import tempfile
+import time
+from collections import Counter, defaultdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import others
 import torch
+from others_packages import PACKAGES
 
+import efficient_attn as ea
+from efficient_attn.conformance.records import UNPROMISED
+from efficient_attn.conformance.table import CHECKS
+from efficient_attn.registry import SPECS
 from efficient_attn.testing import check, check_names
 
 FOLDER = Path(__file__).parent.parent / "results" / "other-packages"
+FINDINGS = FOLDER / "findings.json"
 KEPT, BROKEN, NOT_OFFERED = "kept", "broken", "not offered"
+OUTCOMES = KEPT, BROKEN, NOT_OFFERED
 
 # An error of fewer times its bound is told with how much it is above.
 _NARROW = 2
 
-# Promises of exact attention, which none of them is, and of our window, which is measured otherwise.
+# Batch, heads, tokens and head size of the comparison of times, and its rounds.
+SHAPE, ROUNDS = (1, 8, 1024, 64), 7
+
+# Tests of our window, which is measured otherwise, of exchanges between ranks, and of compilation and states,
+# which none of the adapters offers.
 NOT_ASKED = {
-    "equals_softmax_attention",
     "a_window_reads_its_neighbourhood",
+    "any_number_of_sequences_go_on_from_a_state",
+    "compiled_it_is_the_same",
+    "gradients_pass_through_states",
+    "long_states_are_whole",
+    "parts_of_any_size_are_the_whole",
+    "parts_on_several_ranks_are_the_whole",
+    "very_long_states_are_whole",
 }
 
 # Tests of the interface that this toolkit adds to every backend.
@@ -42,26 +65,28 @@ OURS = {
 def findings(name: str) -> list[dict[str, Any]]:
     """Outcome of each test on a package.
 
-    A test is "not offered" where the package has no argument for it, or refuses the input by an error.
+    A test is "not offered" where the package has no argument for it, or refuses the input by an error. What
+    it lacks is not run.
     """
-    package = others.PACKAGES[name]
-    if version(name) != others.PINNED[name]:
-        raise SystemExit(f"{name} is {version(name)}; this page is of {others.PINNED[name]}.")
-    checks = [check for check in check_names() if check not in OURS | NOT_ASKED]
+    package = PACKAGES[name]
     rows = []
-    for record in check(others.spec_of(name, package), on_fail="collect", only=checks):
-        outcome, detail = NOT_OFFERED, record.detail
-        if record.check in package.lacks:
-            detail = package.lacks[record.check]
-        elif record.outcome.startswith(KEPT):
-            outcome = KEPT
-        elif record.outcome == BROKEN and _is_wrong(detail):
-            outcome = BROKEN
-        figures = {"error": record.as_dict()["error"], "bound": record.as_dict()["bound"]}
-        rows.append(
-            {"check": record.check, "promise": record.promise, "outcome": outcome, "detail": detail}
-            | (figures if outcome == BROKEN else {})
-        )
+    for test in check_names():
+        if test in OURS | NOT_ASKED:
+            continue
+        row = {"check": test, "promise": CHECKS[test].promise, "outcome": NOT_OFFERED}
+        rows.append(row)
+        if test in package.lacks:
+            row["detail"] = package.lacks[test]
+            continue
+        (record,) = check(package.spec, on_fail="collect", only=[test])
+        if record.outcome in (KEPT, UNPROMISED):
+            row["outcome"] = KEPT
+            continue
+        # The Jacobians of a mismatch are longer than the input.
+        row["detail"] = re.sub(r",? numerical:.* On ", ". On ", record.detail)
+        if record.outcome == BROKEN and _is_wrong(record.detail):
+            row["outcome"] = BROKEN
+            row |= {figure: record.as_dict()[figure] for figure in ("error", "bound")}
     return rows
 
 
@@ -70,24 +95,71 @@ def _is_wrong(detail: str) -> bool:
     return not detail.startswith("It raised") or "GradcheckError" in detail
 
 
-def page(results: dict[str, Any]) -> str:
-    """The page of the results."""
-    packages = results["packages"]
-    names = [f"{name} {others.PINNED[name]}" for name in packages]
-    parts = [INTRODUCTION.format(date=results["date"], python=results["python"], torch=results["torch"])]
-    parts += [_table(["", *names], [_counts(outcome, packages) for outcome in (KEPT, BROKEN, NOT_OFFERED)])]
-    rows = zip(*packages.values(), strict=True)
-    outcomes = [[row[0]["promise"], *(record["outcome"] for record in row)] for row in rows]
-    parts += ["## All tests", _table(["test", *names], outcomes)]
-    for name, title in zip(packages, names, strict=True):
-        parts += [f"## {title}", "The adapter:", _code(others.PACKAGES[name].adapter)]
-        parts += [
-            "### Broken",
-            _list(packages[name], BROKEN),
-            "### Not offered",
-            _list(packages[name], NOT_OFFERED),
-        ]
-    return "\n\n".join(parts) + "\n"
+@torch.no_grad()
+def times(name: str) -> list[float]:
+    """Quartiles of the package's processor time over ours, in turns on one thread."""
+    torch.set_num_threads(1)
+    package, (batch, heads, tokens, dim) = PACKAGES[name], SHAPE
+    sizes = {"head_dim": dim, "num_heads": heads, "max_tokens": tokens, "causal": package.causal}
+    ours, size = package.beside
+    specs = (package.spec, package.size), (SPECS[ours], size)
+    calls = []
+    for spec, number in specs:
+        chosen = {spec.size_option: number} if number else {}
+        calls.append(ea.build(spec, **sizes, **chosen).eval())
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(batch, heads, tokens, dim, generator=generator) for _ in range(3)]
+    ratios = []
+    for _ in range(ROUNDS + 1):
+        seconds = []
+        for call in calls:
+            begin = time.process_time()
+            call(*inputs)
+            seconds.append(time.process_time() - begin)
+        ratios.append(seconds[0] / seconds[1])
+    # The first round warms up.
+    return statistics.quantiles(ratios[1:], n=4)
+
+
+def script(name: str) -> Path:
+    """The file that shows a finding with the package alone; not every package has one."""
+    return FOLDER / f"finding-{name}.py"
+
+
+def in_environments(names: list[str]) -> dict[str, Any]:
+    """Results of packages, each in a folder with its pinned requirements."""
+    results = {}
+    with tempfile.TemporaryDirectory() as place:
+        for number, name in enumerate(names):
+            folder = f"{place}/{number}"
+            pins = PACKAGES[name].pins.split()
+            install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder]
+            subprocess.run([*install, *pins], check=True)
+            path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+            output = Path(place) / f"{number}.json"
+            subprocess.run([sys.executable, __file__, "check", name, output], check=True, env=environment)
+            results[name] = json.loads(output.read_text(encoding="utf-8"))
+            if script(name).exists():
+                command = [sys.executable, "-W", "ignore", str(script(name))]
+                process = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
+                results[name]["output"] = process.stdout
+            print(f"{name}: {Counter(row['outcome'] for row in results[name]['rows'])}", flush=True)
+    return results
+
+
+def result(name: str) -> dict[str, Any]:
+    """Rows and times of a package that is installed here."""
+    package, _, pin = PACKAGES[name].pins.split()[0].partition("==")
+    if version(package) != pin:
+        raise SystemExit(f"{package} is {version(package)}; this page is of {pin}.")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__.partition("+")[0],
+        "times": times(name),
+        "rows": findings(name),
+    }
 
 
 INTRODUCTION = """# Other packages, checked
@@ -95,27 +167,85 @@ INTRODUCTION = """# Other packages, checked
 <!-- Written by `python docs/others_page.py`; do not edit. -->
 
 These are results of the conformance suite (`efficient-attn check`,
-[tests](../../docs/new-attention.md#conformance-tests)) on attention in three other packages, each at one
+[tests](../../docs/new-attention.md#conformance-tests)) on {number} attentions of other packages, each at one
 version, through the adapters shown below. The requirements are this project's, and none of the packages
 claims to meet them: a broken test marks a difference to expect when you compare results or move code, with
-the smallest failing input of the suite. "Not offered" covers missing arguments, refused inputs, and tests
-without a suitable input. Tests of exact attention, which none of the three computes, are omitted, and so are
-tests of the interface that this project adds to every backend: empty inputs, messages, autocast.
+the smallest failing input of the suite. One cause may break many tests: x-transformers, Longformer and
+neuralops compute float64 partly in float32, which most tests notice. "Not offered" covers missing arguments,
+refused inputs, and tests without a suitable input. Tests of the interface that this project adds to every
+backend are omitted: empty inputs, messages, autocast, and so are compilation and states of decoding.
 
-Errors below twice their bound are listed with their excess, since they could pass with other seeds. Isotropy
-allows 4.5 standard errors of 150 draws; the limit of many features allows ten times the error with 64
-features, scaled by 1/√size.
+Times are processor times of one call, forward, over those of our backend of the same method in the same
+process, medians and quartiles of {rounds} turns on one thread. Above 1 ours is faster. The shape is
+{shape}, float32.
+`flash-linear-attention` is its reference in plain torch: its kernels need a GPU. linear-attention-transformer
+and `linear-elu` take other features. BigBird reads no random blocks in evaluation.
 
-The suite ran on {date} with Python {python} and torch {torch}, on the CPU, by `python docs/others_page.py`;
-`docs/others.py` lists the packages to install. Some tests were merged afterwards: a merged test has the worst
-outcome of its parts."""
+The suite ran with Python {python} and torch {torch}, on the CPU, by `python docs/others_page.py`."""
 
 
-def _counts(outcome: str, packages: dict[str, Any]) -> list[str]:
-    return [
-        outcome,
-        *(str(Counter(record["outcome"] for record in rows)[outcome]) for rows in packages.values()),
-    ]
+def page(results: dict[str, Any]) -> str:
+    """The page of the results."""
+    runs = list(results.values())
+    shape = "batch {}, {} heads, {} tokens, heads of {}".format(*SHAPE)
+    settings = {key: _joined(run[key] for run in runs) for key in ("python", "torch")}
+    parts = [INTRODUCTION.format(number=len(runs), shape=shape, rounds=ROUNDS, **settings)]
+    header = ["attention", "package", "checked", *OUTCOMES, "our backend", "its time ÷ ours"]
+    parts.append(_table(header, [_summary(name, run) for name, run in results.items()]))
+    parts.append("## Confirmed by hand\n\nThese scripts need the package alone.")
+    for name, run in results.items():
+        if "output" in run:
+            parts += [f"### {name}", f"```py\n{script(name).read_text(encoding='utf-8')}```"]
+            parts.append(f"```text\n{run['output']}```")
+    parts += ["## All tests", _table(["test", BROKEN, NOT_OFFERED], _tests(results))]
+    for name, run in results.items():
+        parts += [f"## {name}", "The adapter:", _code(PACKAGES[name].adapter), "### Broken"]
+        parts += [_list(run["rows"]), "### Not offered", _reasons(run["rows"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _joined(values: Any) -> str:
+    return ", ".join(sorted(set(values)))
+
+
+def counts(run: dict[str, Any]) -> list[str]:
+    """Numbers of tests kept, broken and not offered."""
+    outcomes = Counter(row["outcome"] for row in run["rows"])
+    return [str(outcomes[outcome]) for outcome in OUTCOMES]
+
+
+def ratio(run: dict[str, Any]) -> str:
+    """Median and quartiles of the times."""
+    if not run["times"]:
+        return "not measured"
+    low, middle, high = (f"{value:.2g}" for value in run["times"])
+    return f"{middle} ({low} to {high})"
+
+
+def _summary(name: str, run: dict[str, Any]) -> list[str]:
+    package = PACKAGES[name]
+    pin = package.pins.split()[0].replace("==", " ")
+    return [name, pin, run["date"], *counts(run), f"`{package.beside[0]}`", ratio(run)]
+
+
+def _tests(results: dict[str, Any]) -> list[list[str]]:
+    """A row per test, with the packages that break it and that do not offer it."""
+    promises: dict[str, str] = {}
+    for run in sorted(results.values(), key=lambda run: run["date"], reverse=True):
+        for row in run["rows"]:
+            promises.setdefault(row["check"], row["promise"])
+    lines = []
+    for test, promise in promises.items():
+        line = [promise]
+        for outcome in (BROKEN, NOT_OFFERED):
+            names = [name for name, run in results.items() if (test, outcome) in _outcomes(run)]
+            line.append(", ".join(names))
+        lines.append(line)
+    return lines
+
+
+def _outcomes(run: dict[str, Any]) -> set[tuple[str, str]]:
+    return {(row["check"], row["outcome"]) for row in run["rows"]}
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -127,36 +257,48 @@ def _code(adapter: type) -> str:
     return f"```py\n{inspect.getsource(adapter)}```"
 
 
-def _list(rows: list[dict[str, Any]], outcome: str) -> str:
-    chosen = [row for row in rows if row["outcome"] == outcome]
-    return "\n".join(f"- {row['promise']} {_shown(row)}".rstrip() for row in chosen) or "Nothing."
+def _list(rows: list[dict[str, Any]]) -> str:
+    lines = [f"- {row['promise']} {_shown(row)}".rstrip() for row in rows if row["outcome"] == BROKEN]
+    return "\n".join(lines) or "Nothing."
+
+
+def _reasons(rows: list[dict[str, Any]]) -> str:
+    """Reasons, each with its tests."""
+    reasons = defaultdict(list)
+    for row in rows:
+        if row["outcome"] == NOT_OFFERED:
+            reasons[_text(row["detail"]) or "Not offered."].append(row["promise"])
+    lines = [f"- *{reason}* {' '.join(promises)}" for reason, promises in reasons.items()]
+    return "\n".join(lines) or "Nothing."
 
 
 def _shown(row: dict[str, Any]) -> str:
     figures = ""
-    if "error" in row and row["bound"] is not None:
-        error, bound = row["error"], row["bound"]
+    error, bound = row["error"], row["bound"]
+    if bound is not None:
         shown = "NaN" if error is None else f"{error:.2g}"
         figures = f" Error {shown}, at most {bound:.2g}"
         if error is not None and error < _NARROW * bound:
             figures += f": {100 * (error / bound - 1):.2g} % above"
         figures += "."
-    detail = row["detail"].removeprefix("It raised GradcheckError: ").replace("*", "·")
-    return f"*{detail}*{figures}" if detail else ""
+    return f"*{_text(row['detail'])}*{figures}"
+
+
+def _text(detail: str) -> str:
+    return detail.removeprefix("It raised GradcheckError: ").replace("*", "·").replace("_", "\\_")
 
 
 def main() -> None:
-    file = FOLDER / "findings.json"
-    if sys.argv[1:] != ["page"]:
-        results = {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "python": platform.python_version(),
-            "torch": torch.__version__.partition("+")[0],
-            "packages": {name: findings(name) for name in others.PINNED},
-        }
-        file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    results = json.loads(file.read_text(encoding="utf-8"))
-    (FOLDER / "README.md").write_text(page(results), encoding="utf-8")
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["check"]:
+        Path(arguments[2]).write_text(json.dumps(result(arguments[1])), encoding="utf-8")
+        return
+    stored = json.loads(FINDINGS.read_text(encoding="utf-8")) if FINDINGS.exists() else {}
+    if arguments != ["page"]:
+        stored |= in_environments(arguments or list(PACKAGES))
+        stored = {name: stored[name] for name in PACKAGES if name in stored}
+        FINDINGS.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (FOLDER / "README.md").write_text(page(stored), encoding="utf-8")
 
 
 if __name__ == "__main__":
