@@ -294,8 +294,10 @@ class Neuralops(nn.Module):
         self.scale, width = problem.factor, problem.num_heads * problem.head_dim
         sizes = {"hidden_size": width, "num_heads": problem.num_heads, "num_features": options.size}
         kind = {"kernel_type": "favor_plus", "is_causal": problem.causal, "is_nested_encoder": True}
-        self.layer = in_thirds(PerformerAttention(**sizes, **kind), "query", "key", "value")
-        self.layer.dropout = nn.Identity()
+        layer = in_thirds(PerformerAttention(**sizes, **kind), "query", "key", "value")
+        # Frozen parameters by other names.
+        layer.q_proj = layer.k_proj = layer.v_proj = layer.out_proj = layer.dropout = nn.Identity()
+        self.layer = layer
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         width = q.shape[1] * q.shape[-1]
@@ -327,8 +329,7 @@ def spec_of(
     )
 
 
-_CAUSAL = Capabilities(causal=True, streaming=False, compile=False, needs_all_queries=True)
-_CAUSAL_SELF = replace(_CAUSAL, cross=False)
+_CAUSAL = Capabilities(causal=True, cross=False, streaming=False, compile=False, needs_all_queries=True)
 _LINEAR = replace(_CAUSAL, approximates_softmax=False, converges=False)
 _SELF = Capabilities(causal=False, cross=False, compile=False)
 _LOW_RANK = replace(_SELF, nonnegative=False, averages=False)
@@ -336,11 +337,11 @@ _LOW_RANK = replace(_SELF, nonnegative=False, averages=False)
 _NYSTROM = replace(_LOW_RANK, dtypes=("float32", "float64"))
 _PROJECTED = replace(_LOW_RANK, cross=True, key_mask=False, needs_max_tokens=True)
 _QUADRATIC = {"exact": True, "converges": False, "time_growth": 2, "memory_growth": 2}
-_EXACT = replace(_CAUSAL, needs_all_queries=False, **_QUADRATIC)
-_REFERENCE = replace(_LINEAR, cross=False, key_mask=False)
+_EXACT = replace(_CAUSAL, cross=True, needs_all_queries=False, **_QUADRATIC)
+_REFERENCE = replace(_LINEAR, key_mask=False)
 
 performer_pytorch = spec_of("performer-pytorch", PerformerPytorch, _CAUSAL, SizeAndSeed)
-local_attention = spec_of("local-attention", LocalAttention, _CAUSAL_SELF, Size)
+local_attention = spec_of("local-attention", LocalAttention, _CAUSAL, Size)
 linformer = spec_of("linformer", Linformer, _PROJECTED, SizeAndSeed)
 x_transformers = spec_of("x-transformers", XTransformers, _EXACT)
 linear_attention_transformer = spec_of("linear-attention-transformer", LinearAttentionTransformer, _LINEAR)
@@ -349,4 +350,4 @@ bigbird = spec_of("bigbird", BigBird, _SELF, Size)
 longformer = spec_of("longformer", Longformer, _SELF, Size)
 nystromformer = spec_of("nystromformer", Nystromformer, _NYSTROM, Size)
 flash_linear_attention = spec_of("flash-linear-attention", FlashLinearAttention, _REFERENCE)
-neuralops = spec_of("neuralops", Neuralops, _CAUSAL_SELF, SizeAndSeed)
+neuralops = spec_of("neuralops", Neuralops, _CAUSAL, SizeAndSeed)

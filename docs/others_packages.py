@@ -36,6 +36,7 @@ _HEADS = {
     "global_settings_change_nothing": "The adapter needs the number of heads, which this test leaves out."
 }
 _FIXED = _GROUPS | _SCALE | _HEADS
+_ROOT = {"a_negative_scale_negates_queries": "The adapter takes the root of the scale."}
 _MANY = {"every_sequence_is_its_single_call": "Left out: 65 537 sequences of 12 blocks need 5 GiB."}
 
 _EINOPS = "einops==0.8.2"
@@ -119,7 +120,7 @@ PACKAGES = {
         spec=others.flash_linear_attention,
         adapter=others.FlashLinearAttention,
         pins=f"flash-linear-attention==0.6.0 fla-core==0.6.0 {_EINOPS}",
-        lacks=_GROUPS | _SCALE | _LAST,
+        lacks=_GROUPS | _SCALE | _LAST | _ROOT,
         beside=("linear-elu", None),
         causal=True,
     ),

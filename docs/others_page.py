@@ -173,7 +173,8 @@ claims to meet them: a broken test marks a difference to expect when you compare
 the smallest failing input of the suite. One cause may break many tests: x-transformers, Longformer and
 neuralops compute float64 partly in float32, which most tests notice. "Not offered" covers missing arguments,
 refused inputs, and tests without a suitable input. Tests of the interface that this project adds to every
-backend are omitted: empty inputs, messages, autocast, and so are compilation and states of decoding.
+backend are omitted: empty inputs, messages, autocast, and so are compilation and states of decoding. Keys of
+another length than queries are tested of x-transformers and linformer only.
 
 Times are processor times of one call, forward, over those of our backend of the same method in the same
 process, medians and quartiles of {rounds} turns on one thread. Above 1 ours is faster. The shape is
