@@ -217,8 +217,6 @@ def counts(run: dict[str, Any]) -> list[str]:
 
 def ratio(run: dict[str, Any]) -> str:
     """Median and quartiles of the times."""
-    if not run["times"]:
-        return "not measured"
     low, middle, high = (f"{value:.2g}" for value in run["times"])
     return f"{middle} ({low} to {high})"
 

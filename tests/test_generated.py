@@ -98,7 +98,7 @@ def test_pages_about_other_packages_say_what_was_found_of_each_by_the_same_check
     others, findings = docs("others_page"), json.loads((OTHERS / "findings.json").read_text(encoding="utf-8"))
     written = (OTHERS / "README.md").read_text(encoding="utf-8")
     assert written == others.page(findings), "run: python docs/others_page.py page"
-    assert len(findings) >= 8 and list(findings) == [name for name in others.PACKAGES if name in findings]
+    assert list(findings) == list(others.PACKAGES)
     left_out = others.OURS | others.NOT_ASKED
     for run in findings.values():
         checks = {row["check"] for row in run["rows"]}
@@ -106,7 +106,7 @@ def test_pages_about_other_packages_say_what_was_found_of_each_by_the_same_check
     broken = [row for run in findings.values() for row in run["rows"] if row["outcome"] == others.BROKEN]
     assert broken and all("q [" in row["detail"] for row in broken)
     page = (DOCS / "coming-from.md").read_text(encoding="utf-8")
-    shown = [package for name, package in others.PACKAGES.items() if "output" in findings.get(name, {})]
+    shown = [package for name, package in others.PACKAGES.items() if "output" in findings[name]]
     assert len(shown) >= 2 and all(package.pins.split()[0].replace("==", " ") in page for package in shown)
 
 
