@@ -74,6 +74,11 @@ def build_taylor_2(problem: AttentionProblem, options: NoOptions) -> LinearAtten
     return LinearAttention(FixedFeatures("taylor-2"), problem)
 
 
+def hedgehog_features(problem: AttentionProblem, options: NoOptions) -> int:
+    """Number of features."""
+    return 2 * problem.head_dim
+
+
 def hedgehog_operations(
     problem: AttentionProblem, options: NoOptions, tokens: int, value_dim: int
 ) -> MatMuls:
@@ -97,7 +102,7 @@ def hedgehog_operations(
     paper="https://arxiv.org/abs/2402.04347",
     capabilities=_AVERAGES,
     operations=hedgehog_operations,
-    rank=lambda problem, options: 2 * problem.head_dim,
+    rank=hedgehog_features,
 )
 def build_hedgehog(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
     return LinearAttention(LearnedFeatures(problem), problem)

@@ -84,6 +84,11 @@ def operations(problem: AttentionProblem, options: LinformerOptions, tokens: int
     return *mixings, *softmax_matmuls(pairs, problem.head_dim, value_dim)
 
 
+def rank(problem: AttentionProblem, options: LinformerOptions) -> int:
+    """Largest rank of the weights."""
+    return options.rank
+
+
 @register(
     "linformer",
     summary="Softmax over learned low-rank projections of keys and values; a pooling until trained.",
@@ -95,7 +100,7 @@ def operations(problem: AttentionProblem, options: LinformerOptions, tokens: int
         causal=False, nonnegative=False, averages=False, needs_max_tokens=True, sharded="sums"
     ),
     operations=operations,
-    rank=lambda problem, options: options.rank,
+    rank=rank,
 )
 def build(problem: AttentionProblem, options: LinformerOptions) -> LinformerAttention:
     assert problem.max_tokens is not None, "build refuses a missing max_tokens"

@@ -92,6 +92,11 @@ def operations(problem: AttentionProblem, options: NystromOptions, tokens: int, 
     return (*means, *reads, *between, *iterations)
 
 
+def rank(problem: AttentionProblem, options: NystromOptions) -> int:
+    """Largest rank of the weights."""
+    return options.landmarks
+
+
 @register(
     "nystrom",
     summary="Softmax through landmarks, with an iterative pseudo-inverse between them.",
@@ -102,7 +107,7 @@ def operations(problem: AttentionProblem, options: NystromOptions, tokens: int, 
     # Landmarks average all queries: later rows, or rows of another sequence, would change every output.
     capabilities=Capabilities(causal=False, cross=False, nonnegative=False, averages=False),
     operations=operations,
-    rank=lambda problem, options: options.landmarks,
+    rank=rank,
     compared=False,
 )
 def build(problem: AttentionProblem, options: NystromOptions) -> NystromAttention:

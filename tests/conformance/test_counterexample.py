@@ -49,6 +49,16 @@ def test_the_case_of_a_broken_promise_is_the_smallest_that_breaks_it(late):
     assert "q [1, 2, 5, 1]" in record.detail
 
 
+def test_a_broken_promise_of_causality_has_a_causal_counterexample():
+    def noncausal(q, k, v, causal=False):
+        return (q @ k.mT).softmax(dim=-1) @ v
+
+    promise = "later_values_move_no_output"
+    (record,) = ea.check(adapt(noncausal, causal=True), only=[promise], on_fail="collect")
+    case = CheckCase(**record.case)
+    assert case.causal and case.tokens == 2 and record.outcome == "broken"
+
+
 def test_a_replayed_counterexample_is_broken_again(late):
     record = broken(late, seed=3)
     inputs, findings = replay(adapt(late, **EXACT), record.check, record.case, seed=3)
