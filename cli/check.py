@@ -98,8 +98,12 @@ def _print_digits(backend: str, digits: list[Any], *, as_json: bool) -> int:
         return REGRESSION if missing else DONE
     dtypes = tuple(dict.fromkeys(record.dtype for record in digits))
     cases = list(dict.fromkeys(record.case for record in digits))
-    enough = f"{len(digits) - len(missing)} of {len(digits)}"
-    console.put(f"{backend}: {enough} comparisons on {len(cases)} certified cases have the required digits.")
+    required = [record for record in digits if record.required > 0]
+    enough = f"{sum(record.holds for record in required)} of {len(required)} required digits"
+    console.put(f"{backend}: {enough} on {len(cases)} certified cases.")
+    least = [min(x.digits for x in digits if (x.dtype, x.quantity) == (dtype, "output")) for dtype in dtypes]
+    figures = ", ".join(f"{number:.1f} {dtype}" for number, dtype in zip(least, dtypes, strict=True))
+    console.put(f"Fewest digits of the output: {figures}. –: none required.")
     for record in missing[:_MOST]:
         line = f"- {record.case}, {record.dtype}, {record.quantity}: {record.detail or _figures(record)}"
         console.put(textwrap.shorten(line, _WIDTH, placeholder=" …"))
@@ -143,7 +147,7 @@ def _answer(backend: str, records: list[Any]) -> Iterator[str]:
     for record in [] if broken else records:
         if record.check == _BITS and record.outcome == "not promised" and record.error:
             where = record.detail.partition(": q [")[0]
-            yield f"Bits of a sequence depend on its batch: {where}, difference {record.error:.0e}."
+            yield f"Bits of a sequence change with its batch or threads, by {record.error:.0e}: {where}."
     if ":" in backend and any(r.check == _EXACT and r.outcome not in ("kept", "broken") for r in records):
         yield "Not compared with softmax attention: --exact declares it."
     if counts:

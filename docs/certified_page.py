@@ -160,10 +160,11 @@ many digits a kernel keeps:
 
 ```bash
 efficient-attn check exact --certified
-efficient-attn check my_attention.py:attend --certified --causal
+efficient-attn check torch.nn.functional:scaled_dot_product_attention --certified --signature sdpa --causal
 ```
 
-The exit code is 1 if a row has too few. Flags declare what a function supports.
+The exit code is 1 if a row has too few. Flags declare the arguments of a function; cases that need others
+are left out. Copy the file for the reader below.
 
 ## Digits of exact kernels
 

@@ -8,6 +8,7 @@ import io
 import json
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +22,10 @@ ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "results" / "epyc-2-cores"
 RUN, KERNEL, ADVICE = (RUNS / name for name in ("bench-512-8192", "mse-kernel", "advise-smollm2-4096"))
 TRAINED = RUNS / "after-training" / "cells.jsonl"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "speed.md", ROOT / "docs" / "quickstart.md"]
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("speed", "quickstart", "after-training")),
+]
 TERMINAL = ROOT / "docs" / "images" / "bench-terminal"
 _COMMAND = "efficient-attn bench --seq-len 512:8192:x2"
 
@@ -30,6 +34,7 @@ _ROWS = ("exact", "window-clusters", "window", "linformer", "performer-full", "u
 _WIDTH = 90
 _PART = re.compile(r"(<!-- (\w+): written by docs/record\.py -->\n).*?(<!-- end -->)", re.DOTALL)
 
+_STAGES = ("untrained", "distilled", "scratch")
 _DISTILLED = "Untrained and [distilled](docs/after-training.md), cosine of an encoder's embeddings:"
 # A dark terminal in fonts of the reader's machine. Rich puts each text at its place.
 _SVG = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
@@ -97,6 +102,8 @@ def texts() -> dict[str, str]:
         "kernel": f"{kernel}\n",
         "advice": f"```text\n{advice()}\n```\n\n{_DISTILLED}\n\n{trained()}",
         "backends": backends(),
+        "encoder": stages("encoder", "cosine", _STAGES[:2], ("512", "4096"), sign=-1),
+        "decoder": stages("decoder", "bits", _STAGES, (), sign=1),
         "reading": reading(encoder, row),
         "record": f"{_markdown(encoder)}\n{_markdown(decoder)}",
     }
@@ -150,13 +157,33 @@ def backends() -> str:
 
 def cells() -> dict[tuple[str, str], dict[str, float]]:
     """Medians over seeds of the cells of docs/examples/after_training.py, by row and stage."""
+    return {key: {name: median(numbers) for name, numbers in cell.items()} for key, cell in seeds().items()}
+
+
+def seeds() -> dict[tuple[str, str], dict[str, list[float]]]:
+    """Numbers of all seeds by row and stage."""
     values: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in TRAINED.read_text(encoding="utf-8").splitlines():
         cell = json.loads(line)
         for name, value in cell.items():
             if isinstance(value, float):
                 values[cell["row"], cell["stage"]][name].append(value)
-    return {key: {name: median(numbers) for name, numbers in named.items()} for key, named in values.items()}
+    return values
+
+
+def stages(model: str, name: str, columns: Sequence[str], lengths: Sequence[str], *, sign: int) -> str:
+    """Medians with ranges over seeds by method and stage, and speed-ups, the best method first."""
+    values = seeds()
+    heads = [f"{model}: {name}", *columns, *(f"speed-up at {tokens}" for tokens in lengths)]
+    rows: dict[str, list[list[float]]] = {}
+    for row in dict.fromkeys(row for row, stage in values if stage.startswith(model)):
+        rows[row] = [values.get((row, f"{model} {column}"), {}).get(name, []) for column in columns]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for row in sorted(rows, key=lambda row: sign * median([x for x in rows[row] if x][-1])):
+        shown = [f"{median(x):.2f} ({min(x):.2f} to {max(x):.2f})" if x else "–" for x in rows[row]]
+        shown += [f"{values[row, 'speed'][tokens][0]:.1f}×" for tokens in lengths]
+        lines.append(f"| `{row}` | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
 
 
 def trained() -> str:

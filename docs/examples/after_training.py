@@ -269,8 +269,8 @@ def orders(values: Values, rows: list[str], model: str, name: str, sign: int) ->
     for kind in frame.dropna(axis="columns", how="all"):
         order = " > ".join(frame[kind].dropna().sort_values(ascending=False, kind="stable").index)
         ranks = frame[["untrained", kind]].dropna().rank()  # Spearman: Pearson of ranks.
-        correlation = f"rank correlation {ranks.corr().iloc[0, 1]:.2f}, {len(ranks)} methods"
-        yield f"- {kind} ({correlation}): {order}"
+        correlation = f"{len(ranks)} methods, rank correlation {ranks.corr().iloc[0, 1]:.2f}"
+        yield f"- {kind} ({correlation} with untrained): {order}"
     yield ""
 
 

@@ -114,9 +114,9 @@ def test_certified_prints_digits_and_required_digits_per_case_and_dtype(digits_i
     code, out = check("attend", "--certified")
     lines = out.splitlines()
     assert code == 0 and max(map(len, lines)) <= 100
-    assert (
-        lines[0] == "mine.py:attend: 208 of 208 comparisons on 13 certified cases have the required digits."
-    )
+    # Digits near the requirement differ between processors.
+    assert re.fullmatch(r"mine.py:attend: (1\d\d) of \1 required digits on 13 certified cases\.", lines[0])
+    assert re.fullmatch(r"Fewest digits of the output: 1[1-5]\.\d float64, .* –: none required\.", lines[1])
     assert re.search(r"^Correct digits of gradients / required$", out, re.MULTILINE)
     assert len(re.findall(r"^ norm-20 +1[23]\.\d / \d+\.\d ", out, re.MULTILINE)) == 2, out
     assert check("attend", "--certified", "--causal")[1].splitlines()[0] != lines[0]
