@@ -40,9 +40,7 @@ class DenseOptions:
         probability("dropout", self.dropout)
 
 
-def operations(
-    problem: AttentionProblem, options: ExactOptions | DenseOptions, tokens: int, value_dim: int
-) -> MatMuls:
+def operations(problem: AttentionProblem, options: object, tokens: int, value_dim: int) -> MatMuls:
     """Products of every query with every key or, if causal, with the keys up to its own position."""
     pairs = visible_pairs(tokens, back=tokens - 1, ahead=0 if problem.causal else tokens - 1)
     return softmax_matmuls(pairs, problem.head_dim, value_dim)

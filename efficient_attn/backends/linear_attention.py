@@ -258,18 +258,12 @@ class LearnedFeatures(nn.Module):
         query_bias, key_bias: b, [heads 1 head_dim].
     """
 
-    query_weight: Tensor
-    query_bias: Tensor
-    key_weight: Tensor
-    key_bias: Tensor
-
     def __init__(self, problem: AttentionProblem) -> None:
         super().__init__()
         heads, dim = problem.num_heads or 1, problem.head_dim
-        for side in ("query", "key"):
-            identity = torch.eye(dim).expand(heads, dim, dim).clone(memory_format=torch.contiguous_format)
-            self.register_parameter(f"{side}_weight", nn.Parameter(identity))
-            self.register_parameter(f"{side}_bias", nn.Parameter(torch.zeros(heads, 1, dim)))
+        identity, zeros = torch.eye(dim).repeat(heads, 1, 1), torch.zeros(heads, 1, dim)
+        self.query_weight, self.query_bias = nn.Parameter(identity), nn.Parameter(zeros)
+        self.key_weight, self.key_bias = nn.Parameter(identity.clone()), nn.Parameter(zeros.clone())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:
         """Inputs whose queries and keys are the logarithms of their features."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.operation_counts import MatMuls
 from efficient_attn.ops.dtypes import WITHOUT_FLOAT64, upcast, zero_masked
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.paths import parts, step_capacity
@@ -15,8 +14,7 @@ from efficient_attn.options import option
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
-from .exact import DenseOptions
-from .exact import operations as dense_operations
+from .exact import operations
 
 # Weights tie that differ by this share: equal keys have weights that differ by rounding.
 _TIE = 1e-12
@@ -28,10 +26,6 @@ class OracleTopKOptions:
 
     def __post_init__(self) -> None:
         positive_count("keys", self.keys)
-
-
-def operations(problem: AttentionProblem, options: OracleTopKOptions, tokens: int, value_dim: int) -> MatMuls:
-    return dense_operations(problem, DenseOptions(), tokens, value_dim)
 
 
 @register(

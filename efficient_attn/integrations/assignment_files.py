@@ -64,17 +64,13 @@ def check_assignment(assignment: Any, place: str) -> dict[str, dict[str, Any]]:
     if not isinstance(layers, Mapping) or not all(_has_fields(layer) for layer in layers.values()):
         raise DataError(f"{place}: a layer in efficient_attn lacks one of the fields {', '.join(_FIELDS)}.")
     for layer in layers.values():
-        for entry in _entries(layer, place):
+        entries = [layer]
+        if layer["backend"] == BY_HEAD:
+            with _named_options(BY_HEAD, place):
+                entries += parts_of(layer["options"])
+        for entry in entries:
             _check_entry(entry, place, most=max(_LARGEST, layer["max_tokens"] or 0))
     return dict(layers)
-
-
-def _entries(layer: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
-    """A layer of an assignment, and the backends of its key/value heads where they differ."""
-    if layer["backend"] != BY_HEAD:
-        return [layer]
-    with _named_options(BY_HEAD, place):
-        return [layer, *parts_of(layer["options"])]
 
 
 def _check_entry(entry: Mapping[str, Any], place: str, *, most: int) -> None:

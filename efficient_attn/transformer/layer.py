@@ -5,7 +5,7 @@ queries, then of the keys, then of the values, each head by head. A state dict o
 the other if the backend has no parameters or buffers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from inspect import signature
@@ -94,19 +94,18 @@ class AttentionLayer(nn.Module):
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.model_dim, self.head_dim = model_dim, _head_size(model_dim, num_heads, kv_heads, head_dim)
         self._heads = (num_heads, kv_heads, kv_heads)
-        if positions is not None:
-            one_of("positions in a block", positions, ["rotary"])
         positive_number("rotary_base", rotary_base)
         positive_number("rotary_scaling", rotary_scaling)
-        rotary = partial(rotate, base=rotary_base, scaling=rotary_scaling)
-        self._rotate = None if positions is None else rotary
+        self._rotate: Callable[[Tensor, int], Tensor] | None = None
+        if positions is not None:
+            one_of("positions in a block", positions, ["rotary"])
+            check_even("head_dim", self.head_dim, "rotary")
+            self._rotate = partial(rotate, base=rotary_base, scaling=rotary_scaling)
         if norm_eps is not None:
             positive_number("norm_eps", norm_eps)
         # Identities have no entries in state dicts.
         self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
-        if self._rotate is not None:
-            check_even("head_dim", self.head_dim, "rotary")
         rows = sum(self._heads) * self.head_dim
         self.in_proj_weight = nn.Parameter(torch.empty(rows, model_dim))
         self.register_parameter("in_proj_bias", nn.Parameter(torch.zeros(rows)) if bias else None)
@@ -144,9 +143,7 @@ class AttentionLayer(nn.Module):
         """
         if context is not None:
             return self.read(x, self.project_context(context, key_mask=key_mask))
-        check_sequence("x", x, self.model_dim)
-        check_mask("key_mask", key_mask, "x", x)
-        return self._join(self.backend(*self._project(x, start=0), key_mask=key_mask))
+        return self._join(self.backend(*self._project(x, key_mask, start=0), key_mask=key_mask))
 
     def extend(
         self, x: Tensor, state: LayerState | None = None, *, key_mask: Tensor | None = None
@@ -156,10 +153,8 @@ class AttentionLayer(nn.Module):
         Raises:
             UnsupportedError: If the layer was not built causal or its backend has no incremental decoding.
         """
-        check_sequence("x", x, self.model_dim)
-        check_mask("key_mask", key_mask, "x", x)
         start, seen = (0, None) if state is None else state
-        q, k, v = self._project(x, start=start)
+        q, k, v = self._project(x, key_mask, start=start)
         y, seen = self.backend.extend(q, k, v, seen, key_mask=key_mask)
         return self._join(y), LayerState(start + whole_tokens(x.shape[1]), seen)
 
@@ -185,8 +180,10 @@ class AttentionLayer(nn.Module):
         heads = F.linear(x, self.in_proj_weight[rows], bias)
         return heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def _project(self, x: Tensor, *, start: int) -> tuple[Tensor, ...]:
-        """q, k and v of x as views of one product, [batch heads tokens head_dim]."""
+    def _project(self, x: Tensor, key_mask: Tensor | None, *, start: int) -> tuple[Tensor, ...]:
+        """q, k and v of x, checked with its mask, as views of one product, [batch heads tokens head_dim]."""
+        check_sequence("x", x, self.model_dim)
+        check_mask("key_mask", key_mask, "x", x)
         q, k, v = self._project_rows(x, slice(None)).split(self._heads, dim=1)
         q, k = self.q_norm(q), self.k_norm(k)
         if self._rotate is not None:

@@ -74,13 +74,6 @@ def excludes(bound: Typical) -> bool:
     return bound.median <= _LEAST_BOUND
 
 
-def _gainful(bound: Typical, tokens: int) -> str:
-    """Length from which attention could gain enough: r times as long, its share a is r a / (r a + 1 − a)."""
-    if bound.median <= 1:
-        return ""
-    return f" before about {two_digits(tokens * (_LEAST_BOUND - 1) / (bound.median - 1))} tokens"
-
-
 def _verdict(
     plan: AdviseRecord | None,
     records: Sequence[AdviseRecord],
@@ -91,7 +84,11 @@ def _verdict(
     if plan is None:
         if bound is None or not excludes(bound):
             return None, _UNFINISHED
-        return -1, f"little to gain{_gainful(bound, records[0].case.tokens)}"
+        if bound.median <= 1:
+            return -1, "little to gain"
+        # Of a text r times as long, attention takes the share r a / (r a + 1 − a) in place of a.
+        gainful = records[0].case.tokens * (_LEAST_BOUND - 1) / (bound.median - 1)
+        return -1, f"little to gain before about {two_digits(gainful)} tokens"
     layers = parsed_layers(plan.chosen_layers)
     if layers == {}:
         return -1, "no plan meets the target"

@@ -83,20 +83,13 @@ def work(case: Case, growth: int = 1) -> float:
 def plan_point(subject: ModelSubject, variant: Variant, chosen: Mapping[Any, str], **values: Any) -> Point:
     """Distance with a plan {layer: label of its backend}, or the decision for no plan."""
     case = case_of(subject, "swap", variant)
-    return Point(
-        case=case,
-        measure=partial(answer, case, partial(_plan_record, case, variant, subject, chosen, values)),
-        series=OWN,
-        cost=work(case),
-    )
 
+    def measured() -> SwapRecord:
+        record = distance(case, variant, subject, draws=1) if chosen else SwapRecord(case=case)
+        attached = json.dumps(subject.plan(variant)) if chosen else None
+        return replace(record, chosen_layers=json.dumps(chosen), attached_layers=attached, **values)
 
-def _plan_record(
-    case: Case, variant: Variant, subject: ModelSubject, chosen: Mapping[Any, str], values: Mapping[str, Any]
-) -> SwapRecord:
-    record = distance(case, variant, subject, draws=1) if chosen else SwapRecord(case=case)
-    attached = json.dumps(subject.plan(variant)) if chosen else None
-    return replace(record, chosen_layers=json.dumps(chosen), attached_layers=attached, **values)
+    return Point(case=case, measure=partial(answer, case, measured), series=OWN, cost=work(case))
 
 
 def cost(case: Case, variant: Variant, subject: ModelSubject, *, seconds: float = 0.0) -> Record:
