@@ -53,15 +53,8 @@ class LinformerAttention(nn.Module):
             self.mix_values = nn.Parameter(_initial(options, max_tokens, heads, seed=1))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return linformer_attention(
-            q,
-            k,
-            v,
-            mix_keys=self.mix_keys,
-            mix_values=self.mix_values,
-            scale=self._scale,
-            key_mask=key_mask,
-        )
+        mixes = {"mix_keys": self.mix_keys, "mix_values": self.mix_values}
+        return linformer_attention(q, k, v, scale=self._scale, key_mask=key_mask, **mixes)
 
 
 def _initial(options: LinformerOptions, max_tokens: int, heads: int | None, *, seed: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from efficient_attn.backends import resolve
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.options import one_of, positive_number, probability
+from efficient_attn.options import one_of, probability
 from efficient_attn.problem import positive_count
 from efficient_attn.sharding import check_alone
 from efficient_attn.transformer.layer import (
@@ -82,8 +82,6 @@ class BlockOptions:
         one_of("activation", self.activation, [*_ACTIVATIONS, *_GATES])
         one_of("norm", self.norm, NORMS)
         one_of("norm_type", self.norm_type, NORM_TYPES)
-        if self.norm_eps is not None:
-            positive_number("norm_eps", self.norm_eps)
         probability("dropout", self.dropout)
 
     @classmethod

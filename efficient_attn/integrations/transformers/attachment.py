@@ -119,17 +119,16 @@ def install(
     try:
         model.set_attn_implementation(NAME)
         for site in sites:
-            backend: Any = _move(backends[site.path], site).train(site.module.training)
-            # transformers reads this attribute to find tied parameters before it saves them.
-            backend._tied_weights_keys = second_names(backend)
-            setattr(backend, PATTERN, site.pattern)
-            setattr(site.module, SUBMODULE, backend)
-        for site in sites:
             # transformers only warns about models whose attention it does not replace.
             if site.module.config._attn_implementation != NAME:
                 raise UnsupportedError(
                     f"The attention of {site.path} cannot be replaced; nothing was attached."
                 )
+            backend: Any = _move(backends[site.path], site).train(site.module.training)
+            # transformers reads this attribute to find tied parameters before it saves them.
+            backend._tied_weights_keys = second_names(backend)
+            setattr(backend, PATTERN, site.pattern)
+            setattr(site.module, SUBMODULE, backend)
         model.config.efficient_attn = assignment.assignment_of(model, backends)
         # A saved model loaded without its backends would silently compute something else.
         setattr(model.config, _FUNCTION, NAME)
