@@ -289,7 +289,7 @@ def _by_error(comparison: Comparison) -> str:
 
 def _best(comparison: Comparison, error: float, tokens: int) -> str:
     """The fastest backend that is within the error and faster than exact attention, or exact attention."""
-    near, _, _ = comparison.within(error)
+    near, _, _ = comparison.within(error, tokens)
     # Predicted speeds have no samples.
     timed = [(row, speed) for row in near if (speed := row.speeds.get(tokens)) and speed.samples]
     faster = [(row, speed) for row, speed in timed if speed.outcome == FASTER]

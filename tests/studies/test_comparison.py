@@ -185,6 +185,24 @@ def test_a_row_that_reads_all_keys_says_so_and_is_never_the_best():
     assert {table.rows[row][0] for row, _ in table.best} == {"slow", "window"}
 
 
+@pytest.mark.parametrize("limit", [0.1, 1e-9])
+def test_an_error_of_all_keys_is_unknown_at_longer_lengths(limit):
+    wide = [error("wide", 1e-7, density=1.0), time("wide", 0.001)]
+    longer = [time("exact", 0.04, 1024), time("wide", 0.002, 1024)]
+    (alike,) = Bench(max_error=limit).view("sentences", [*EXACT, *wide], UNDISTURBED)
+    assert "wide (error 1e-07, 10.0× at 512 tokens)" in alike
+    records = [*EXACT, *wide, *longer]
+    words = "wide at 1024 tokens (reads all keys at 512, where errors are measured)"
+    (sentence,) = Bench(max_error=limit).view("sentences", records, UNDISTURBED)
+    assert sentence == f"Encoder, layer 1: Error unknown: {words}."
+    chart = Bench().view("plots", records, UNDISTURBED)["bench"].charts[0]
+    assert "wide" not in {line.label for line in chart.series}
+    # Further errors with unread keys hold.
+    partial = error("wide", 0.05, tokens=768, density=0.5)
+    (comparison,) = comparisons([*records, partial, error("exact", 3e-7, tokens=768)])
+    assert comparison.within(0.1, 1024)[0] == [comparison.row("wide")]
+
+
 def test_the_budget_leaves_predicted_speeds_marked_and_a_sentence_on_the_way_to_go_on():
     lengths = (256, 512, 1024)
     records = [error(label, 0.05) for label in ("exact", "window")]

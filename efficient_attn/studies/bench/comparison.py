@@ -95,6 +95,10 @@ class Row(NamedTuple):
         """Whether it is the baseline of the speeds."""
         return self.label.partition(" ·")[0] == YARDSTICK
 
+    def has_error_at(self, tokens: int) -> bool:
+        """Whether an error holds at that length: not if all keys are read only at shorter ones."""
+        return not self.errors or any(n >= tokens or not error.reads_all for n, error in self.errors.items())
+
     @property
     def speed(self) -> estimates.Typical | None:
         """Speed-up at the longest length."""
@@ -132,13 +136,15 @@ class Comparison(NamedTuple):
         """The row of that name."""
         return next((row for row in self.rows if row.label == label), None)
 
-    def within(self, limit: float) -> tuple[list[Row], list[Row], list[Row]]:
-        """Candidates within the limit wherever there are errors, beyond it, and with errors not known."""
+    def within(self, limit: float, tokens: int) -> tuple[list[Row], list[Row], list[Row]]:
+        """Candidates within the limit at that length, beyond it, and with errors not known."""
         rows = [row for row in self.rows if row.is_candidate and row.largest is not None]
-        beyond = [row for row in rows if row.largest is not None and row.largest > limit]
+        far = [row for row in rows if row.largest is not None and row.largest > limit]
+        beyond = [row for row in far if row.has_error_at(tokens)]
         broken = [row for row in rows if any(record.case.kind == "error" for record in row.failed)]
-        near = [row for row in rows if row not in beyond and row not in broken]
-        return [x for x in near if not x.missing], beyond, [x for x in near if x.missing]
+        rest = [row for row in rows if row not in beyond and row not in broken]
+        near = [row for row in rest if not row.missing and row.has_error_at(tokens)]
+        return near, beyond, [row for row in rest if row not in near]
 
 
 def comparisons(records: Iterable[Record]) -> list[Comparison]:

@@ -71,7 +71,7 @@ def _verdict(comparison: Comparison, limit: float, run: Run[Settled], place: str
         rows = sorted(fast, key=lambda row: -row.speed.median if row.speed else 0.0)
         told = ", ".join(map(_in_words, rows))
         return f"{place}: {told}." if told else ""
-    near, beyond, unknown = comparison.within(limit)
+    near, beyond, unknown = comparison.within(limit, comparison.longest)
     bound += " on every layer" * ("layers" in comparison.inputs)
     faster = [row for row in near if row.outcome == FASTER]
     parts = []
@@ -80,8 +80,8 @@ def _verdict(comparison: Comparison, limit: float, run: Run[Settled], place: str
     elif near:
         parts.append(f"{bound}, not shown to be faster: {', '.join(map(_in_words, near))}")
     if unknown:
-        names = [f"{row.label} (not measured at {', '.join(map(str, row.missing))})" for row in unknown]
-        parts.append(f"error unknown: {', '.join(names)}")
+        names = ", ".join(_unknown_words(row, comparison.longest) for row in unknown)
+        parts.append(f"error unknown: {names}")
     if not any(row.is_candidate and (row.speeds or row.largest is not None) for row in comparison.rows):
         return ""
     if not parts:
@@ -105,6 +105,13 @@ def _verdict(comparison: Comparison, limit: float, run: Run[Settled], place: str
     if any(row.speed and row.outcome == OPEN for row in near):
         text += f" {remedy(run.load)}"
     return text
+
+
+def _unknown_words(row: Row, tokens: int) -> str:
+    """`near (not measured at 256)`, or a length at which errors of all keys do not hold."""
+    if row.missing:
+        return f"{row.label} (not measured at {', '.join(map(str, row.missing))})"
+    return f"{row.label} at {tokens} tokens (reads all keys at {max(row.errors)}, where errors are measured)"
 
 
 def _floor_words(row: Row, comparison: Comparison) -> str:
@@ -224,6 +231,7 @@ def _error_chart(comparison: Comparison, styles: dict[str, dict[str, Any]], limi
         if comparison.tokens in row.errors
         and comparison.longest in row.speeds
         and row.backend != UNIFORM_ATTENTION
+        and row.has_error_at(comparison.longest)
     ]
     real = [error.worst for _, error, _ in shown if error.worst > ROUNDING]
     floor = min([*real, limit], default=HIGHEST) / _BELOW
