@@ -8,6 +8,8 @@ from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Sized, sized
 from efficient_attn.studies.mse.view import below_from, panels
 
+DRAWS = "output_relative_error_draws"
+
 
 def record(label, error, *, inputs="encoder(layer=0)", options=None, **measured):
     about = {"options": options or {}, "of": "output", "inputs": inputs}
@@ -63,6 +65,22 @@ def test_the_sentences_are_computed_from_the_rows():
     assert ea.Results(counted).sentences() == [f"{words}."]
     # Backends of users need not declare their operations.
     assert ea.Results([*drawn, *real]).sentences() == [f"{words} (operations not counted)."]
+
+
+def test_a_size_counts_as_useful_once_its_interval_is_below_uniform_attention():
+    yardstick = record(UNIFORM_ATTENTION, 0.5, flops=1)
+    label, everywhere = "performer(num_features={})", "Below uniform attention everywhere"
+    wide, narrow = (
+        replace(record(label.format(size), 0.4, options={"num_features": size}, flops=1), **{DRAWS: draws})
+        for size, draws in ((16, (0.3, 0.4, 0.6)), (32, (0.3, 0.4, 0.45)))
+    )
+    decided = f"{everywhere}, with fewer operations than exact: performer from size 32."
+    assert ea.Results([yardstick, wide, narrow]).sentences() == [decided]
+    open_ = f"{everywhere}, not decided with 3 draws (try --draws 12): performer."
+    assert ea.Results([yardstick, wide]).sentences() == [open_]
+    # A median above uniform attention does not decide either.
+    above = replace(wide, **{DRAWS: (0.4, 0.55, 0.6)})
+    assert ea.Results([yardstick, above]).sentences() == [open_]
 
 
 def test_sizes_that_save_no_operations_are_not_counted_as_useful():

@@ -247,25 +247,35 @@ def _useful(shown: Sequence[Panel]) -> list[str]:
     """Backends below uniform attention on every input, with the size from which on they are."""
     if any(panel.uniform is None for panel in shown):
         return []
-    texts = []
+    texts, open_labels = [], []
     for label in dict.fromkeys(label for panel in shown for label in panel.curves):
         curves = [panel.curves.get(label, []) for panel in shown]
-        pairs = zip(curves, shown, strict=True)
-        sizes = [below_from(curve, panel.uniform.value if panel.uniform else 0.0) for curve, panel in pairs]
+        pairs = [*zip(curves, [panel.uniform.value for panel in shown if panel.uniform], strict=True)]
+        sizes = [below_from(curve, uniform) for curve, uniform in pairs]
         if None not in sizes:
             counted = all(operations_share(x.record) is not None for curve in curves for x in curve)
             remark = "" if counted else " (operations not counted)"
             texts.append(f"{label} from size {max(size for size in sizes if size is not None)}{remark}")
-    if not texts:
-        return ["No backend beats uniform attention on every input with fewer operations than exact."]
-    return [f"Below uniform attention everywhere, with fewer operations than exact: {', '.join(texts)}."]
+        elif None not in [below_from(curve, uniform, "low") for curve, uniform in pairs]:
+            open_labels.append(label)
+    place, told = "Below uniform attention everywhere", []
+    if texts:
+        told.append(f"{place}, with fewer operations than exact: {', '.join(texts)}.")
+    if open_labels:
+        draws = max(point.samples for panel in shown for point in panel.points)
+        undecided = f"not decided with {draws} draws (try --draws {4 * draws})"
+        told.append(f"{place}, {undecided}: {', '.join(open_labels)}.")
+    return told or ["No backend beats uniform attention on every input with fewer operations than exact."]
 
 
-def below_from(curve: Curve, uniform: float) -> int | None:
-    """The smallest size from which on errors are below uniform attention's, of sizes that save operations."""
+def below_from(curve: Curve, uniform: float, edge: str = "high") -> int | None:
+    """The smallest size from which on an edge of the interval is below uniform attention's error.
+
+    Only sizes that save operations count.
+    """
     size = None
     for point in reversed([point for point in curve if (operations_share(point.record) or 0) < 1]):
-        if point.size is None or point.value >= uniform:
+        if point.size is None or getattr(point, edge) >= uniform:
             break
         size = point.size
     return size
