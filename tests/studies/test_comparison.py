@@ -63,6 +63,13 @@ SHORT = [error(label, 0.05, tokens=256) for label in ("exact", "near")]
 SKIPPED = [*EXACT, error("near", 0.05), SHORT[0], failed(SHORT[1])]
 # Neither faster nor the same.
 UNEVEN = [*EXACT, error("near", 0.05), timed("near", 512, [0.006, 0.02, 0.004, 0.03], **SHAPE)]
+SLOWER = [error("slow", 0.05), time("slow", 0.02), error("slower", 0.05), time("slower", 0.03)]
+SLOWER += [error("untimed", 0.06), error("refused", 0.07), failed(time("refused", 1.0), "oom", "")]
+ALIKE = [error("near", 0.05), timed("near", 512, [0.01 * x for x in reversed(SPREAD)], **SHAPE)]
+SLOWER_ONES = (
+    "slower: slow (error 0.05, 0.5× at 512 tokens), slower (error 0.05, 0.333× at 512 tokens); "
+    "not timed: untimed (error 0.06), refused (error 0.07)"
+)
 FASTER_ONES = "slow (error 0.05, 1.11× at 512 tokens), quick (error 0.09, 2.00× at 512 tokens)"
 
 
@@ -90,8 +97,11 @@ FASTER_ONES = "slow (error 0.05, 1.11× at 512 tokens), quick (error 0.09, 2.00�
             0.1,
             "No backend stays within 10 % output error. Closest: window (er",
         ),
-        ([*UNEVEN, *LONGER], 0.1, "not shown to be faster: near (error 0.05, 0.998× at 1024 tokens)."),
-        (UNEVEN, 0.1, "near (error 0.05, 0.91×? at 512 tokens). Background load 83 %. Rerun on an idle"),
+        ([*UNEVEN, *LONGER], 0.1, "slower: near (error 0.05, 0.998× at 1024 tokens)."),
+        ([*EXACT, *ALIKE], 0.1, "as fast as exact: near (error 0.05, 1.00× at 512 tokens)."),
+        ([*EXACT, *SLOWER], 0.1, f"Within 10 % output error, {SLOWER_ONES}."),
+        ([EXACT[0], *SLOWER[:2]], 0.1, "Within 10 % output error, not decided: slow (error 0.05)."),
+        (UNEVEN, 0.1, "not decided: near (error 0.05, 0.91×? at 512 tokens). Background load 83 %. Rerun on"),
         (SKIPPED, 0.1, "Error unknown: near (not measured at 256)."),
         ([*SKIPPED[:-1], failed(SKIPPED[-1], "oom", "")], 0.1, "No backend stays within 10 %"),
         # The worst layer decides.

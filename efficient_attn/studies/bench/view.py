@@ -11,7 +11,7 @@ from efficient_attn.report import figures
 from efficient_attn.report.table import brief
 from efficient_attn.report.text import edges, setting, show_error, show_ratio
 from efficient_attn.runs.study import Run, Settled
-from efficient_attn.stats.estimates import DEVICE_TIME, FASTER, OPEN, Curve, by_clock, curves
+from efficient_attn.stats.estimates import DEVICE_TIME, FASTER, OPEN, SAME, SLOWER, Curve, by_clock, curves
 from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.stats.speeds import speed_ups
 from efficient_attn.studies.bench.comparison import ROUNDING, Comparison, Row, comparisons
@@ -27,6 +27,9 @@ _BELOW = 2.5
 HIGHEST = 3.0
 MARKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 _POINT = {"linestyle": "none", "markersize": 8, "markeredgewidth": 1.5, "clip_on": False}
+
+# Outcomes of speeds that are not faster, in words.
+_OUTCOMES = {SLOWER: "slower", SAME: "as fast as exact", OPEN: "not decided"}
 
 # Costs that are drawn: by quantity, the name of the file, the title, and the axis.
 _COSTS = {
@@ -78,7 +81,12 @@ def _verdict(comparison: Comparison, limit: float, run: Run[Settled], place: str
     if faster:
         parts.append(f"{bound} and faster: {', '.join(map(_in_words, faster))}")
     elif near:
-        parts.append(f"{bound}, not shown to be faster: {', '.join(map(_in_words, near))}")
+        told = dict[str, list[str]]()
+        for row in near:
+            outcome = _OUTCOMES[row.outcome] if row.times else "not timed"
+            told.setdefault(outcome, []).append(_in_words(row))
+        groups = [f"{outcome}: {', '.join(rows)}" for outcome, rows in told.items()]
+        parts.append(f"{bound}, {'; '.join(groups)}")
     if unknown:
         names = ", ".join(_unknown_words(row, comparison.longest) for row in unknown)
         parts.append(f"error unknown: {names}")
