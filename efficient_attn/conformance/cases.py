@@ -79,10 +79,10 @@ class Inputs(NamedTuple):
         return Inputs(q, k, v, None if self.key_mask is None else self.key_mask[:, tokens])
 
     def fill(self, contents: "Inputs") -> "Inputs":
-        """Overwrite these tensors by other contents of the same shapes."""
+        """Overwrite these tensors by other contents of the same shapes, and leave their versions."""
         for x, content in zip(self, contents, strict=True):
             if x is not None and content is not None:
-                x.detach().copy_(content)
+                x.data.copy_(content)
         return self
 
     def padded(self, filling: float) -> "Inputs":

@@ -150,6 +150,13 @@ OF_CALLS = {
     "no_state_between_calls": {
         "masks by shape": at.remembered("forward", "mask", lambda mask: mask.shape),
         "queries by address": at.remembered("forward", "q", lambda q: (q.data_ptr(), q.shape, q.dtype)),
+        "keys": at.remembered("forward", "k", id),
+        "values": at.remembered("forward", "v", lambda v: (v.data_ptr(), v.shape, v.dtype)),
+        "extend": at.remembered("extend", "k", id),
+        "mask of True": at.masks(
+            lambda: None,
+            where=lambda core, mask: core.__dict__.setdefault(str(mask.data_ptr()), bool(mask.all())),
+        ),
         "after sixty calls": at.scaled(lambda core: 1.01 if calls(core) > 60 else 1.0),
         "after 300 calls": at.scaled(lambda core: 1.01 if calls(core) > 300 else 1.0),
     },
@@ -293,15 +300,6 @@ OF_CALLS = {
         "3000 tokens": at.ring(3000),
         "bfloat16": at.new_values(
             lambda v: v * 0.0, where=lambda v, state: v.dtype == BF16 and state and state[0].shape[2] > 256
-        ),
-    },
-    "tensors_are_read_anew": {
-        "keys": at.remembered("forward", "k", id),
-        "values": at.remembered("forward", "v", lambda v: (v.data_ptr(), v.shape, v.dtype)),
-        "extend": at.remembered("extend", "k", id),
-        "mask of True": at.masks(
-            lambda: None,
-            where=lambda core, mask: core.__dict__.setdefault(str(mask.data_ptr()), bool(mask.all())),
         ),
     },
     "the_same_call_gives_the_same_bits": {
