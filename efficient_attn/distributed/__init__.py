@@ -64,7 +64,4 @@ def unshard(x: Tensor, mesh: DeviceMesh, dim: int, layout: str = "contiguous") -
 
     Compute a loss from the tokens of each process instead: it needs no whole sequence.
     """
-    segments = layout_of(mesh, layout)
-    if x.dtype is torch.bool:
-        return all_tokens(x.byte(), dim, segments).bool()
-    return all_tokens(x, dim, segments)
+    return all_tokens(x, dim, layout_of(mesh, layout))

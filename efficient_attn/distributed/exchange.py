@@ -33,6 +33,8 @@ def gathered(x: Tensor, layout: Layout) -> Tensor:
 
 def all_tokens(x: Tensor, dim: int, layout: Layout) -> Tensor:
     """Tokens of all ranks along `dim`, in the order of the sequence."""
+    if x.dtype is torch.bool:
+        return all_tokens(x.byte(), dim, layout).bool()
     rows = gathered(x, layout).unbind()
     segments = [segment for tokens in rows for segment in tokens.chunk(len(layout.local), dim)]
     return torch.cat([segments[place] for place in layout.order], dim)

@@ -54,7 +54,7 @@ def all_keys(
     k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     k, v = all_tokens(torch.cat([k, v], dim=-1), -2, layout).split([k.shape[-1], v.shape[-1]], dim=-1)
-    return k, v, None if key_mask is None else all_tokens(key_mask.byte(), 1, layout).bool()
+    return k, v, None if key_mask is None else all_tokens(key_mask, 1, layout)
 
 
 def _segments(
