@@ -1,11 +1,8 @@
 """The conformance suite, for built-in and external backends."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
-
-import torch
 
 from efficient_attn.conformance import (  # noqa: F401  (imported to register their checks)
     calls,
@@ -23,7 +20,7 @@ from efficient_attn.conformance import (  # noqa: F401  (imported to register th
 from efficient_attn.conformance.cases import CheckCase, Inputs
 from efficient_attn.conformance.records import KEPT, UNPROMISED, BrokenPromiseError, CheckRecord, Finding
 from efficient_attn.conformance.subject import subject
-from efficient_attn.conformance.table import CHECKS, record_of, with_positions
+from efficient_attn.conformance.table import CHECKS, record_of, threads, with_positions
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.external import adapt
 from efficient_attn.registry import Capabilities
@@ -72,7 +69,8 @@ def check(
         if name not in CHECKS:
             raise UnknownNameError("check", name, CHECKS)
     tested = with_positions(subject(backend, capabilities, seed, long))
-    with _one_thread():
+    # For tensors this small, synchronisation costs more than parallelism gains.
+    with threads(1):
         records = [record_of(CHECKS[name], tested) for name in chosen]
     for number, record in enumerate(records):
         if record.check in expected:
@@ -101,16 +99,5 @@ def replay(
     if check not in CHECKS:
         raise UnknownNameError("check", check, CHECKS)
     tested, drawn = with_positions(subject(backend, None, seed)), CheckCase(**case)
-    with _one_thread():
+    with threads(1):
         return tested.inputs(drawn), list(CHECKS[check].body(tested, drawn))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread: for tensors this small, synchronisation costs more than parallelism gains."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

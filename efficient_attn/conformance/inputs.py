@@ -38,7 +38,7 @@ from efficient_attn.conformance.subject import (
     run,
     same_bits,
 )
-from efficient_attn.conformance.table import Check
+from efficient_attn.conformance.table import Check, threads
 
 SMALL = CheckCase(tokens=5)
 # An input of the long form that every backend serves; another has everything at once.
@@ -212,19 +212,16 @@ def every_sequence_is_its_single_call(subject: Subject, case: CheckCase) -> Iter
 )
 @torch.no_grad()
 def bits_do_not_depend_on_the_batch(subject: Subject, case: CheckCase) -> Iterator[Finding]:
-    inputs, backend, threads = subject.inputs(case), subject.build(case), torch.get_num_threads()
+    inputs, backend = subject.inputs(case), subject.build(case)
     findings: list[Finding] = []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
+    for count in (1, 2):
+        with threads(count):
             whole = results(subject, backend, inputs)
             for part in (slice(1), slice(-1, None), slice(-2, None)):
                 copies = inputs.each(itemgetter(part)).each(torch.clone)
                 expected = [(name, x[part]) for name, x in whole]
                 where = f"in a batch of {len(copies.q)}, threads: {count}"
                 findings += agree(where, results(subject, backend, copies), expected)
-    finally:
-        torch.set_num_threads(threads)
     yield from findings
 
 

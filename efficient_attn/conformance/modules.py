@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from efficient_attn.conformance.cases import DTYPES, LARGER, TUNED, CheckCase, Inputs, both, everywhere, vary
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, agree, close, learn, results, rounding, run, same_bits
-from efficient_attn.conformance.table import Check
+from efficient_attn.conformance.table import Check, threads
 
 ONE = CheckCase(tokens=7)
 # As many queries as keys, beyond a tile of 1024.
@@ -108,17 +108,16 @@ def threads_do_not_disturb_each_other(subject: Subject, case: CheckCase) -> Iter
     backend = subject.build(case)
     inputs = [subject.inputs(case.but(pattern=number), variant=number) for number in range(THREADS)]
     reference = [run(backend, x) for x in inputs]
-    interval, threads = sys.getswitchinterval(), torch.get_num_threads()
+    interval = sys.getswitchinterval()
     try:
         # Threads take turns within a call, not after it.
         sys.setswitchinterval(1e-5)
         with ThreadPoolExecutor(THREADS) as pool:
             outputs = list(pool.map(partial(run, backend), inputs * CALLS))
-        torch.set_num_threads(2)
-        on_two = run(backend, inputs[0])
     finally:
         sys.setswitchinterval(interval)
-        torch.set_num_threads(threads)
+    with threads(2):
+        on_two = run(backend, inputs[0])
     bounds = [rounding(backend, x, case.dtype) for x in inputs]
     for number, out in enumerate(outputs):
         which = number % THREADS

@@ -2,9 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
+
+import torch
 
 from efficient_attn.conformance.cases import CheckCase
 from efficient_attn.conformance.records import (
@@ -197,6 +200,17 @@ def _broken(body: Body, subject: Subject, case: CheckCase) -> Finding | None:
             return next((finding for finding in body(subject, case) if not finding.holds), None)
     except Exception:  # another fault than the one that is made smaller
         return None
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Context in which PyTorch uses `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def settings(case: CheckCase) -> dict[str, Any]:
