@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from efficient_attn.ops.alignment import Spans, real_spans
+from efficient_attn.ops.alignment import Spans, first_columns, padded_rows, real_spans
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.paths import parts
 from efficient_attn.ops.softmax import cpu_flash
@@ -54,11 +54,8 @@ def fused_attention(
     elif key_mask is not None and not zeroed:
         k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
     # The O(tokens) kernel requires one width for all three; zero columns change no product.
-    missing = q.shape[-1] - v.shape[-1]
-    if missing > 0:
-        v = F.pad(v, (0, missing))
-    elif missing < 0:
-        q, k = F.pad(q, (0, -missing)), F.pad(k, (0, -missing))
+    value_dim, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    q, k, v = (padded_rows(x, width) for x in (q, k, v))
     options = _options(q, k, scale, dropout)
     if spans:
         out = _by_flash(q, k, v, None, scale, spans)
@@ -68,8 +65,7 @@ def fused_attention(
         mask = None if key_mask is None else _without_fully_masked(key_mask[:, None, None, :], key_mask)
         operator = operator or F.scaled_dot_product_attention
         out = operator(q, k, v, attn_mask=mask, is_causal=rowwise, **options)
-    # A slice of the whole tensor would copy its gradient in the backward pass.
-    return out[..., :-missing] if missing > 0 else out
+    return first_columns(out, value_dim)
 
 
 def _plain(condition: bool) -> bool:

@@ -10,9 +10,9 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from efficient_attn.ops.alignment import first_columns, padded_rows
 from efficient_attn.ops.paths import constant_result, note_kernel, only_torch
 from efficient_attn.ops.window.global_keys import WindowInputs
 
@@ -55,7 +55,7 @@ def varlen_window(inputs: WindowInputs) -> Tensor:
     lengths, grouped = (q.shape[2], k.shape[2]), heads != k.shape[1]
     width = -(-max(q.shape[-1], value_dim) // _MULTIPLE) * _MULTIPLE
     # The kernel requires one width for all three; zero columns change no product.
-    q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    q, k, v = (padded_rows(x, width) for x in (q, k, v))
     # Contiguous heads are passed as separate sequences, without a copy.
     alone = not grouped and batch * heads <= _SEQUENCES and all(x.is_contiguous() for x in (q, k, v))
     packed = (x.flatten(0, 2).unsqueeze(1) if alone else x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
@@ -67,7 +67,7 @@ def varlen_window(inputs: WindowInputs) -> Tensor:
     out: Tensor = kernel(*packed, *ends, *lengths, scale=scale, window_size=sides, **groups)
     out = out.unflatten(0, (batch, -1))
     out = out.squeeze(2).unflatten(1, (heads, -1)) if alone else out.transpose(1, 2)
-    return out[..., :value_dim]
+    return first_columns(out, value_dim)
 
 
 # Queries the driver, so it stays out of the graph; dynamic sizes must not be arguments.
