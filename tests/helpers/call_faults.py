@@ -151,6 +151,7 @@ OF_CALLS = {
         "masks by shape": at.remembered("forward", "mask", lambda mask: mask.shape),
         "queries by address": at.remembered("forward", "q", lambda q: (q.data_ptr(), q.shape, q.dtype)),
         "keys": at.remembered("forward", "k", id),
+        "versions": at.remembered("forward", "k", lambda k: (id(k), k._version)),
         "values": at.remembered("forward", "v", lambda v: (v.data_ptr(), v.shape, v.dtype)),
         "extend": at.remembered("extend", "k", id),
         "mask of True": at.masks(
