@@ -13,12 +13,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, DtypeError, UnknownNameError, UnsupportedError
+from efficient_attn.ops.softmax.definition import visible_keys
 from efficient_attn.options import one_of
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS, BackendSpec, Capabilities, NoOptions, add_spec
@@ -47,13 +47,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: Attenti
     square = q.shape[-2] == k.shape[-2]
     if mask is None and problem.causal and square:
         return {**options, "is_causal": True}
-    shown = None if mask is None else mask[:, None, None]
-    if problem.causal:
-        # is_causal aligns the first query with the first key, and excludes attn_mask.
-        rows, keys = q.shape[-2], k.shape[-2]
-        triangle = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
-        shown = triangle if shown is None else shown & triangle
-    return {**options, "attn_mask": shown}
+    # is_causal aligns the first query with the first key, and excludes attn_mask.
+    return {**options, "attn_mask": visible_keys(q, k, causal=problem.causal, key_mask=mask)}
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: AttentionProblem) -> dict[str, Any]:
