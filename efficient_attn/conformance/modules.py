@@ -48,8 +48,7 @@ def the_same_call_gives_the_same_bits(subject: Subject, case: CheckCase) -> Iter
     yield same_bits("Once more in training", run(backend, inputs), reference)
     yield Finding("Calls end the training mode", float(not backend.training), 0.0)
     yield same_bits("In evaluation again", run(backend.eval(), inputs), reference)
-    for name, x in backend.state_dict().items():
-        yield same_bits(f"{name} after calls", x, stored[name])
+    yield from agree("after calls", backend.state_dict().items(), stored.items())
     changed = trained != [x.requires_grad for x in backend.parameters()]
     yield Finding("Calls change which parameters are trained", float(changed), 0.0)
 

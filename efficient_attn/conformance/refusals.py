@@ -12,7 +12,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import build
 from efficient_attn.conformance.cases import DTYPES, CheckCase, both
 from efficient_attn.conformance.records import Finding
-from efficient_attn.conformance.subject import Subject, run, same_bits
+from efficient_attn.conformance.subject import Subject, agree, run
 from efficient_attn.conformance.table import Check
 from efficient_attn.distributed.calls import in_force
 from efficient_attn.distributed.layout import Layout
@@ -122,12 +122,10 @@ def calibration_is_an_explicit_act(subject: Subject, case: CheckCase) -> Iterato
     backend.calibrate(q, k, v, key_mask=mask)
     before = {name: x.clone() for name, x in backend.state_dict().items()}
     run(backend.train(), subject.inputs(case, variant=1))
-    for name, x in backend.state_dict().items():
-        yield same_bits(f"{name} after a call", x, before[name])
+    yield from agree("after a call", backend.state_dict().items(), before.items())
     if mask is not None:
         backend.calibrate(*inputs.padded(math.nan)[:3], key_mask=mask)
-        for name, x in backend.state_dict().items():
-            yield same_bits(f"{name} calibrated with masked keys of NaN", x, before[name])
+        yield from agree("calibrated with masked keys of NaN", backend.state_dict().items(), before.items())
 
 
 def _refusal(request: str, word: str, kind: type[AttentionError], call: Callable[[], Any]) -> Finding:
