@@ -81,11 +81,11 @@ def _verdict(comparison: Comparison, limit: float, run: Run[Settled], place: str
     if faster:
         parts.append(f"{bound} and faster: {', '.join(map(_in_words, faster))}")
     elif near:
-        told = dict[str, list[str]]()
+        by_outcome = dict[str, list[str]]()
         for row in near:
             outcome = _OUTCOMES[row.outcome] if row.times else "not timed"
-            told.setdefault(outcome, []).append(_in_words(row))
-        groups = [f"{outcome}: {', '.join(rows)}" for outcome, rows in told.items()]
+            by_outcome.setdefault(outcome, []).append(_in_words(row))
+        groups = [f"{outcome}: {', '.join(words)}" for outcome, words in by_outcome.items()]
         parts.append(f"{bound}, {'; '.join(groups)}")
     if unknown:
         names = ", ".join(_unknown_words(row, comparison.longest) for row in unknown)
