@@ -8,6 +8,7 @@ deleted at the end, and runs there the checks, the comparison of times and the s
 import datetime
 import inspect
 import json
+import math
 import os
 import platform
 import re
@@ -33,19 +34,19 @@ from efficient_attn.testing import check, check_names
 FOLDER = Path(__file__).parent.parent / "results" / "other-packages"
 FINDINGS = FOLDER / "findings.json"
 KEPT, BROKEN, NOT_OFFERED = "kept", "broken", "not offered"
-OUTCOMES = KEPT, BROKEN, NOT_OFFERED
 
-# An error of fewer times its bound is told with how much it is above.
-_NARROW = 2
+# Multiple of the bound below which the page says how far an error is above it, and percent of a narrow one.
+_NEAR, _NARROW = 2, 20
 
 # Batch, heads, tokens and head size of the comparison of times, and its rounds.
 SHAPE, ROUNDS = (1, 8, 1024, 64), 7
 
-# Tests of our window, which is measured otherwise, of exchanges between ranks, and of compilation and states,
-# which none of the adapters offers.
+# Tests of our window, which is measured otherwise, of exchanges between ranks, and of compilation, states and
+# equal bits in any batch, which none of the adapters offers.
 NOT_ASKED = {
     "a_window_reads_its_neighbourhood",
     "any_number_of_sequences_go_on_from_a_state",
+    "bits_do_not_depend_on_the_batch",
     "compiled_it_is_the_same",
     "gradients_pass_through_states",
     "long_states_are_whole",
@@ -86,8 +87,13 @@ def findings(name: str) -> list[dict[str, Any]]:
         row["detail"] = re.sub(r",? numerical:.* On ", ". On ", record.detail)
         if record.outcome == BROKEN and _is_wrong(record.detail):
             row["outcome"] = BROKEN
-            row |= {figure: record.as_dict()[figure] for figure in ("error", "bound")}
+            row |= {"error": _figure(record.error), "bound": _figure(record.bound)}
     return rows
+
+
+def _figure(value: float | None) -> float | str | None:
+    """A number of strict JSON, or the text of NaN or infinity."""
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 def _is_wrong(detail: str) -> bool:
@@ -170,11 +176,14 @@ These are results of the conformance suite (`efficient-attn check`,
 [tests](../../docs/new-attention.md#conformance-tests)) on {number} attentions of other packages, each at one
 version, through the adapters shown below. The requirements are this project's, and none of the packages
 claims to meet them: a broken test marks a difference to expect when you compare results or move code, with
-the smallest failing input of the suite. One cause may break many tests: x-transformers, Longformer and
-neuralops compute float64 partly in float32, which most tests notice. "Not offered" covers missing arguments,
-refused inputs, and tests without a suitable input. Tests of the interface that this project adds to every
-backend are omitted: empty inputs, messages, autocast, and so are compilation and states of decoding. Keys of
-another length than queries are tested of x-transformers and linformer only.
+the smallest failing input of the suite. One cause may break many tests. Of the {broken} broken tests of
+x-transformers, {nan} have an error of NaN, {masked} of these with masked keys, mostly from
+[rows without a visible key](#x-transformers-by-hand). x-transformers, Longformer and neuralops compute
+float64 partly in float32, which most tests notice. "Not offered" means by the package or its adapter: an
+argument is missing, an input is refused, or no input suits the test. Tests of the interface that this project
+adds to every backend are omitted: empty inputs, messages, autocast, and so are compilation, equal bits in any
+batch and states of decoding. Keys of another length than queries are tested of x-transformers and linformer
+only.
 
 Times are processor times of one call, forward, over those of our backend of the same method in the same
 process, medians and quartiles of {rounds} turns on one thread. Above 1 ours is faster. The shape is
@@ -190,13 +199,17 @@ def page(results: dict[str, Any]) -> str:
     runs = list(results.values())
     shape = "batch {}, {} heads, {} tokens, heads of {}".format(*SHAPE)
     settings = {key: _joined(run[key] for run in runs) for key in ("python", "torch")}
+    _, settings["broken"], settings["nan"], _ = counts(results["x-transformers"])
+    rows = results["x-transformers"]["rows"]
+    settings["masked"] = str(sum(_is_nan(row) and "mask" in row["detail"] for row in rows))
     parts = [INTRODUCTION.format(number=len(runs), shape=shape, rounds=ROUNDS, **settings)]
-    header = ["attention", "package", "checked", *OUTCOMES, "our backend", "its time ÷ ours"]
+    header = ["attention", "package", "checked", KEPT, BROKEN, "of these NaN", NOT_OFFERED]
+    header += ["our backend", "its time ÷ ours"]
     parts.append(_table(header, [_summary(name, run) for name, run in results.items()]))
     parts.append("## Confirmed by hand\n\nThese scripts need the package alone.")
     for name, run in results.items():
         if "output" in run:
-            parts += [f"### {name}", f"```py\n{script(name).read_text(encoding='utf-8')}```"]
+            parts += [f"### {name} by hand", f"```py\n{script(name).read_text(encoding='utf-8')}```"]
             parts.append(f"```text\n{run['output']}```")
     parts += ["## All tests", _table(["test", BROKEN, NOT_OFFERED], _tests(results))]
     for name, run in results.items():
@@ -210,9 +223,10 @@ def _joined(values: Any) -> str:
 
 
 def counts(run: dict[str, Any]) -> list[str]:
-    """Numbers of tests kept, broken and not offered."""
+    """Numbers of tests kept, broken, broken by NaN and not offered."""
     outcomes = Counter(row["outcome"] for row in run["rows"])
-    return [str(outcomes[outcome]) for outcome in OUTCOMES]
+    numbers = outcomes[KEPT], outcomes[BROKEN], sum(map(_is_nan, run["rows"])), outcomes[NOT_OFFERED]
+    return [str(number) for number in numbers]
 
 
 def ratio(run: dict[str, Any]) -> str:
@@ -224,7 +238,7 @@ def ratio(run: dict[str, Any]) -> str:
 def _summary(name: str, run: dict[str, Any]) -> list[str]:
     package = PACKAGES[name]
     pin = package.pins.split()[0].replace("==", " ")
-    return [name, pin, run["date"], *counts(run), f"`{package.beside[0]}`", ratio(run)]
+    return [f"[{name}](#{name})", pin, run["date"], *counts(run), f"`{package.beside[0]}`", ratio(run)]
 
 
 def _tests(results: dict[str, Any]) -> list[list[str]]:
@@ -235,16 +249,14 @@ def _tests(results: dict[str, Any]) -> list[list[str]]:
             promises.setdefault(row["check"], row["promise"])
     lines = []
     for test, promise in promises.items():
-        line = [promise]
-        for outcome in (BROKEN, NOT_OFFERED):
-            names = [name for name, run in results.items() if (test, outcome) in _outcomes(run)]
-            line.append(", ".join(names))
-        lines.append(line)
+        names: dict[str, list[str]] = {KEPT: [], BROKEN: [], NOT_OFFERED: []}
+        for name, run in results.items():
+            for row in run["rows"]:
+                if row["check"] == test:
+                    above = _above(row)
+                    names[row["outcome"]].append(f"{name} ({above})" if above else name)
+        lines.append([promise, ", ".join(names[BROKEN]), ", ".join(names[NOT_OFFERED])])
     return lines
-
-
-def _outcomes(run: dict[str, Any]) -> set[tuple[str, str]]:
-    return {(row["check"], row["outcome"]) for row in run["rows"]}
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -273,14 +285,27 @@ def _reasons(rows: list[dict[str, Any]]) -> str:
 
 def _shown(row: dict[str, Any]) -> str:
     figures = ""
-    error, bound = row["error"], row["bound"]
-    if bound is not None:
-        shown = "NaN" if error is None else f"{error:.2g}"
-        figures = f" Error {shown}, at most {bound:.2g}"
-        if error is not None and error < _NARROW * bound:
-            figures += f": {100 * (error / bound - 1):.2g} % above"
-        figures += "."
+    if _is_nan(row):
+        figures = " Error NaN."
+    elif row["bound"] is not None:
+        above = _above(row)
+        figures = f" Error {float(row['error']):.2g}, at most {row['bound']:.2g}{above and f': {above}'}."
     return f"*{_text(row['detail'])}*{figures}"
+
+
+def _is_nan(row: dict[str, Any]) -> bool:
+    """Whether the error or its bound is NaN."""
+    return "nan" in (row.get("error"), row.get("bound"))
+
+
+def _above(row: dict[str, Any]) -> str:
+    """How much an error exceeds a bound that is near."""
+    if _is_nan(row) or not row.get("bound"):
+        return ""
+    percent = 100 * (float(row["error"]) / row["bound"] - 1)
+    if percent >= 100 * (_NEAR - 1):
+        return ""
+    return f"{'narrowly broken, ' if percent < _NARROW else ''}{percent:.2g} % above"
 
 
 def _text(detail: str) -> str:

@@ -99,11 +99,11 @@ def test_pages_about_other_packages_say_what_was_found_of_each_by_the_same_check
     written = (OTHERS / "README.md").read_text(encoding="utf-8")
     assert written == others.page(findings), "run: python docs/others_page.py page"
     assert list(findings) == list(others.PACKAGES)
-    left_out = others.OURS | others.NOT_ASKED
-    for run in findings.values():
-        checks = {row["check"] for row in run["rows"]}
-        assert checks <= set(check_names()) - left_out, "run: python docs/others_page.py"
-    broken = [row for run in findings.values() for row in run["rows"] if row["outcome"] == others.BROKEN]
+    anchors = [title.lower().replace(" ", "-") for title in re.findall("^#+ (.+)$", written, re.MULTILINE)]
+    assert {anchors.count(link) for link in re.findall(r"]\(#([\w-]+)\)", written)} == {1}
+    rows = [row for run in findings.values() for row in run["rows"]]
+    assert {row["check"] for row in rows} <= set(check_names()) - others.OURS - others.NOT_ASKED, "stale"
+    broken = [row for row in rows if row["outcome"] == others.BROKEN]
     assert broken and all("q [" in row["detail"] for row in broken)
     page = (DOCS / "coming-from.md").read_text(encoding="utf-8")
     shown = [package for name, package in others.PACKAGES.items() if "output" in findings[name]]
