@@ -374,7 +374,7 @@ def parse(text: bytes, source: str, kind: type[Record] = Record) -> Record:
     values = msgspec.structs.asdict(row)
     measured = {name: values[name] for name in kind.fields()}
     for name, value in measured.items():
-        if isinstance(value, tuple):
+        if type(value) is tuple and None in value:
             # Null replaces a number that was not finite, named in `reason`, and is no sample.
             measured[name] = tuple(sample for sample in value if sample is not None) or None
     case = msgspec.convert(row, Case, from_attributes=True)

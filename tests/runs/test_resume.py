@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
 
@@ -172,8 +173,14 @@ def test_a_run_killed_at_any_moment_and_resumed_ends_with_all_cases_and_loses_no
         acknowledged = whole
     results = run(range(16, 26), resume=True)
     assert lines()[: len(acknowledged)] == acknowledged
-    # Two backends at ten lengths: four rounds of a time, and memory.
-    assert len(results) == 2 * 2 * 10 and len(lines()) == 2 * 10 * (4 + 1)
+    # Two backends at ten lengths: rounds of a time, four or more until a speed is decided, and memory.
+    rows = [json.loads(row) for row in lines()]
+    rounds = Counter((row["label"], row["tokens"]) for row in rows if row["kind"] == "time")
+    assert len(results) == 2 * 2 * 10 and len(rows) == rounds.total() + 2 * 10
+    assert len(rounds) == 2 * 10 and min(rounds.values()) >= 4
+    # No round is measured twice.
+    measured = {(row["label"], row["tokens"], *row["round_numbers"]) for row in rows if row["kind"] == "time"}
+    assert len(measured) == rounds.total()
     assert {record.status for record in results.records} == {"ok"}
 
 
