@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -120,7 +121,10 @@ def command_of(study: type[Study]) -> Callable[..., None]:
             except IncompleteError as ending:
                 results = ending.results
         named = getattr(requested, "backends", None)
-        finish(results, named, folder=folder, as_json=as_json, quiet=quiet)
+        limit_s = budget_s or study.budget_s
+        go_on = f"efficient-attn {study.name()} --out {shlex.quote(str(folder))} --resume"
+        go_on += f" --budget {_limit(2 * limit_s)}" if limit_s else ""
+        finish(results, named, folder=folder, go_on=go_on, as_json=as_json, quiet=quiet)
 
     signature: list[tuple[str, Any, Any]] = [
         ("context", typer.Context, inspect.Parameter.empty),
@@ -239,7 +243,7 @@ def _points(study: Study) -> Any:
 
 
 def finish(
-    results: Any, named: Sequence[str] | None, *, folder: Path, as_json: bool, quiet: bool = False
+    results: Any, named: Sequence[str] | None, *, folder: Path, go_on: str, as_json: bool, quiet: bool = False
 ) -> NoReturn:
     """Print the results, last the path of the page, and exit with the code of the outcome."""
     from efficient_attn.measure.record import line
@@ -255,11 +259,14 @@ def finish(
         }
         console.put_json(document)
     elif not quiet:
-        console.print_tables(results.tables())
+        shown, sentences = results.tables(), results.sentences()
+        console.print_tables(shown)
         for note in results.notes:
             console.tell(note, err=True)
-        for sentence in results.sentences():
+        for sentence in sentences:
             console.tell(sentence)
+        if "--out FOLDER --resume" in str((shown, results.notes, sentences)):
+            console.put(f"Continue: {go_on}")
     page = folder / REPORT
     # With JSON, stdout holds the document alone.
     console.put(folder if quiet or as_json or not page.exists() else page, err=as_json)

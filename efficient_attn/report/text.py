@@ -19,6 +19,7 @@ QUEUED_NOTE = (
 
 _DEVIATIONS = ("output_correlation", "output_deviation_ratio", "output_rescaled_error")
 _DEVIATION_COLUMNS = ("backend", "error", "correlation c", "ratio ρ", "error, rescaled", "c of heads", "")
+CONTINUE = "Continue: --out FOLDER --resume with a larger --budget"
 CORRELATION_NOTE = (
     "Correlation c: cosine of the deviations of output and exact output from uniform attention, which no "
     "rescaling changes. Bland: too close to uniform attention, a deviation below 0.9 of its best size."
@@ -192,7 +193,7 @@ def skipped_note(count: int, kinds: Iterable[str] = ()) -> str:
     """Remark on points that the budget skipped, with the way to continue."""
     named = f": {', '.join(kinds)} tokens" if kinds else ""
     points = f"{count} point{'s' * (count > 1)} skipped (budget){named}"
-    return f"{points}. Continue: --resume with a larger --budget."
+    return f"{points}. {CONTINUE}."
 
 
 def calibration_note(records: Iterable[Record]) -> tuple[str, ...]:

@@ -130,7 +130,7 @@ class Engine:
         missing = self._unanswered(foreseen(self._points(), self._store))
         labels = ", ".join(dict.fromkeys(point.case.label for point in missing.values()))
         count = f"{len(missing)} of {self._done + len(missing)} points"
-        return [f"{count} were not measured ({labels}). Continue with --resume."] if missing else []
+        return [f"{count} were not measured ({labels}). Continue: --out FOLDER --resume."] if missing else []
 
     def _measure(self, points: list[Point]) -> list[Record | None]:
         self._measure_rounds([point for point in points if point.rounds])

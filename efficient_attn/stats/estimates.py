@@ -77,7 +77,7 @@ MAY_DIFFER = (
 Namer = Callable[[Case], str]
 
 # What is known of a ratio. Within 10 % of 1 both are the same.
-FASTER, SLOWER, SAME, OPEN = "faster", "slower", "same", "open"
+FASTER, SLOWER, SAME, OPEN = "faster", "slower", "as fast", "not decided"
 _SAME = 1.1
 
 

@@ -134,7 +134,9 @@ def test_an_interrupted_run_names_what_was_not_tried_and_resumes(name, monkeypat
     kept = file.read_bytes()
     assert (code, Path(out.splitlines()[-1]).parts[0]) == (130, "out")
     assert "points were not measured" in err and kept.endswith(b"\n")
-    assert command(name, "--out", "out", "--resume")[0] == 0  # With the options that it stored.
+    # The printed command goes on with the options that the run stored.
+    (line,) = (line for line in out.splitlines() if line.startswith("Continue: "))
+    assert "--out FOLDER --resume" in err and command(*line.split()[2:])[0] == 0
     assert file.read_bytes().startswith(kept)
     assert run(name, "--out", "whole")[0] == 0
     assert cases("out") == cases("whole")

@@ -67,8 +67,8 @@ SLOWER = [error("slow", 0.05), time("slow", 0.02), error("slower", 0.05), time("
 SLOWER += [error("untimed", 0.06), error("refused", 0.07), failed(time("refused", 1.0), "oom", "")]
 ALIKE = [error("near", 0.05), timed("near", 512, [0.01 * x for x in reversed(SPREAD)], **SHAPE)]
 SLOWER_ONES = (
-    "slower: slow (error 0.05, 0.5× at 512 tokens), slower (error 0.05, 0.333× at 512 tokens); "
-    "not timed: untimed (error 0.06), refused (error 0.07)"
+    "slow (error 0.05, 0.5× at 512 tokens, slower), slower (error 0.05, 0.333× at 512 tokens, slower), "
+    "untimed (error 0.06, not timed), refused (error 0.07, not timed)"
 )
 FASTER_ONES = "slow (error 0.05, 1.11× at 512 tokens), quick (error 0.09, 2.00× at 512 tokens)"
 
@@ -97,11 +97,11 @@ FASTER_ONES = "slow (error 0.05, 1.11× at 512 tokens), quick (error 0.09, 2.00�
             0.1,
             "No backend stays within 10 % output error. Closest: window (er",
         ),
-        ([*UNEVEN, *LONGER], 0.1, "slower: near (error 0.05, 0.998× at 1024 tokens)."),
-        ([*EXACT, *ALIKE], 0.1, "as fast as exact: near (error 0.05, 1.00× at 512 tokens)."),
-        ([*EXACT, *SLOWER], 0.1, f"Within 10 % output error, {SLOWER_ONES}."),
-        ([EXACT[0], *SLOWER[:2]], 0.1, "Within 10 % output error, not decided: slow (error 0.05)."),
-        (UNEVEN, 0.1, "not decided: near (error 0.05, 0.91×? at 512 tokens). Background load 83 %. Rerun on"),
+        ([*UNEVEN, *LONGER], 0.1, ": near (error 0.05, 0.998× at 1024 tokens, slower)."),
+        ([*EXACT, *ALIKE], 0.1, ": near (error 0.05, 1.00× at 512 tokens, as fast)."),
+        ([*EXACT, *SLOWER], 0.1, f"Within 10 % output error: {SLOWER_ONES}."),
+        ([EXACT[0], *SLOWER[:2]], 0.1, "Within 10 % output error: slow (error 0.05, not decided)."),
+        (UNEVEN, 0.1, "near (error 0.05, 0.91×? at 512 tokens, not decided). Background load 83 %. Rerun on"),
         (SKIPPED, 0.1, "Error unknown: near (not measured at 256)."),
         ([*SKIPPED[:-1], failed(SKIPPED[-1], "oom", "")], 0.1, "No backend stays within 10 %"),
         # The worst layer decides.
@@ -200,7 +200,7 @@ def test_an_error_of_all_keys_is_unknown_at_longer_lengths(limit):
     wide = [error("wide", 1e-7, density=1.0), time("wide", 0.001)]
     longer = [time("exact", 0.04, 1024), time("wide", 0.002, 1024)]
     (alike,) = Bench(max_error=limit).view("sentences", [*EXACT, *wide], UNDISTURBED)
-    assert "wide (error 1e-07, 10.0× at 512 tokens)" in alike
+    assert "wide (error 1e-07, 10.0× at 512 tokens" in alike
     records = [*EXACT, *wide, *longer]
     words = "wide at 1024 tokens (reads all keys at 512, where errors are measured)"
     (sentence,) = Bench(max_error=limit).view("sentences", records, UNDISTURBED)
@@ -223,8 +223,16 @@ def test_the_budget_leaves_predicted_speeds_marked_and_a_sentence_on_the_way_to_
     assert table.rows[1][2].startswith("~6.8") and not table.rows[1][2].endswith("?")
     assert "~: extrapolated from shorter lengths." in " ".join(table.notes)
     skipped = "1 point skipped (budget): time at 2048 tokens."
-    assert table.notes[-1] == f"{skipped} Continue: --resume with a larger --budget."
+    assert table.notes[-1] == f"{skipped} Continue: --out FOLDER --resume with a larger --budget."
     assert "window (error 0.05, ~6.8" in Bench().view("sentences", records, UNDISTURBED)[0]
+
+
+def test_the_last_sentence_says_that_no_crossover_is_decided():
+    open_ = [*UNEVEN, LONGER[0], timed("near", 1024, [0.024, 0.08, 0.016, 0.12], **SHAPE)]
+    assert Bench().view("sentences", open_, UNDISTURBED)[-1] == "No crossover decided yet."
+    decided = [error("quick", 0.05), time("quick", 0.02), time("quick", 0.02, 1024)]
+    for records in (UNEVEN, [*open_, *decided]):
+        assert "No crossover" not in " ".join(Bench().view("sentences", records, UNDISTURBED))
 
 
 def test_backends_that_cannot_be_causal_share_a_line_and_other_refusals_have_reasons():

@@ -139,8 +139,7 @@ class Comparison(NamedTuple):
     def within(self, limit: float, tokens: int) -> tuple[list[Row], list[Row], list[Row]]:
         """Candidates within the limit at that length, beyond it, and with errors not known."""
         rows = [row for row in self.rows if row.is_candidate and row.largest is not None]
-        far = [row for row in rows if row.largest is not None and row.largest > limit]
-        beyond = [row for row in far if row.has_error_at(tokens)]
+        beyond = [row for row in rows if (row.largest or 0.0) > limit and row.has_error_at(tokens)]
         broken = [row for row in rows if any(record.case.kind == "error" for record in row.failed)]
         rest = [row for row in rows if row not in beyond and row not in broken]
         near = [row for row in rest if not row.missing and row.has_error_at(tokens)]

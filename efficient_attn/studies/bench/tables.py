@@ -128,7 +128,7 @@ def _doubt(comparison: Comparison, rounds: int) -> str:
     done = [speed.samples for speed in speeds if speed.outcome == estimates.OPEN]
     if not done:
         return "the interval reaches beyond ×3, or beyond the measured lengths"
-    further = "" if min(done) >= rounds else ". Continue: --resume with a larger --budget"
+    further = "" if min(done) >= rounds else f". {text.CONTINUE}"
     return f"not decided after {min(done)} of at most {rounds} rounds{further}"
 
 

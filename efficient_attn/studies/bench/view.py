@@ -8,10 +8,10 @@ from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import show_bytes, show_seconds
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.report import figures
-from efficient_attn.report.table import brief
+from efficient_attn.report.table import UNDECIDED, brief
 from efficient_attn.report.text import edges, setting, show_error, show_ratio
 from efficient_attn.runs.study import Run, Settled
-from efficient_attn.stats.estimates import DEVICE_TIME, FASTER, OPEN, SAME, SLOWER, Curve, by_clock, curves
+from efficient_attn.stats.estimates import DEVICE_TIME, FASTER, OPEN, Curve, by_clock, curves
 from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.stats.speeds import speed_ups
 from efficient_attn.studies.bench.comparison import ROUNDING, Comparison, Row, comparisons
@@ -28,9 +28,6 @@ HIGHEST = 3.0
 MARKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 _POINT = {"linestyle": "none", "markersize": 8, "markeredgewidth": 1.5, "clip_on": False}
 
-# Outcomes of speeds that are not faster, in words.
-_OUTCOMES = {SLOWER: "slower", SAME: "as fast as exact", OPEN: "not decided"}
-
 # Costs that are drawn: by quantity, the name of the file, the title, and the axis.
 _COSTS = {
     "time_s": ("time", "Time of one call", figures.Axis(scale="log", show=show_seconds)),
@@ -44,7 +41,7 @@ _TOKENS = figures.Axis("sequence length, tokens", "log2", "{:.0f}".format)
 
 
 def sentences(records: Sequence[Record], run: Run[Settled]) -> list[str]:
-    """The conclusion of each setting, then speeds by device time."""
+    """The conclusion of each setting, speeds by device time, and whether no crossover is decided."""
     settings = comparisons(records)
     pairs = zip(settings, _places(settings, run), strict=True)
     texts = [_verdict(comparison, run.study.max_error, run, place) for comparison, place in pairs]
@@ -55,6 +52,10 @@ def sentences(records: Sequence[Record], run: Run[Settled]) -> list[str]:
             told = [f"{x.label} {brief(show_ratio(x.last))}" for x in rows if 0 < x.last.median < math.inf]
             if told:
                 texts.append(f"Speed by device time ({heading}), exact 1×: {', '.join(told)}.")
+    candidates = [row for comparison in settings for row in comparison.rows if row.is_candidate]
+    starts = [brief(start) for start in map(start_cell, candidates) if start]
+    if starts and all(start.endswith(UNDECIDED) for start in starts):
+        texts.append("No crossover decided yet.")
     return [text for text in texts if text]
 
 
@@ -81,12 +82,8 @@ def _verdict(comparison: Comparison, limit: float, run: Run[Settled], place: str
     if faster:
         parts.append(f"{bound} and faster: {', '.join(map(_in_words, faster))}")
     elif near:
-        by_outcome = dict[str, list[str]]()
-        for row in near:
-            outcome = _OUTCOMES[row.outcome] if row.times else "not timed"
-            by_outcome.setdefault(outcome, []).append(_in_words(row))
-        groups = [f"{outcome}: {', '.join(words)}" for outcome, words in by_outcome.items()]
-        parts.append(f"{bound}, {'; '.join(groups)}")
+        timed = [_in_words(row, f", {row.outcome if row.times else 'not timed'}") for row in near]
+        parts.append(f"{bound}: {', '.join(timed)}")
     if unknown:
         names = ", ".join(_unknown_words(row, comparison.longest) for row in unknown)
         parts.append(f"error unknown: {names}")

@@ -1,7 +1,7 @@
 """Errors of outputs or weights over the size of the approximation, as tables, sentences and plots."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from efficient_attn.measure.record import Record
@@ -146,7 +146,9 @@ def tables(records: Sequence[Record], run: Run[Settled]) -> list[Table]:
 
 
 def _table(panel: Panel, quantity: str, column: str) -> Table:
-    sizes = _even({point.size for point in panel.points if point.size is not None})
+    numbers = {point.size for point in panel.points if point.size is not None}
+    # An odd size may stand for the even one before it.
+    sizes = sorted(size for size in numbers if size - 1 not in numbers)
     odd = {label for label, curve in panel.curves.items() for x in curve if (x.size or 0) - 1 in sizes}
     fixed = any(point.size is None for point in panel.points)
     places = [None, *sizes] if fixed else sizes
@@ -185,11 +187,6 @@ def _size_words(points: Curve) -> str:
     options = [point.record.case.options for point in points if point.size is not None]
     features = bool(options) and all("num_features" in names for names in options)
     return "number of features" if features else "features, rank or window"
-
-
-def _even(sizes: Collection[int]) -> list[int]:
-    """Sizes, without an odd one that stands for the even size before it."""
-    return sorted(size for size in sizes if size - 1 not in sizes)
 
 
 def _cell(curve: Curve, size: int | None) -> str:
@@ -245,12 +242,13 @@ def _smallest(shown: Sequence[Panel]) -> list[str]:
 
 def _useful(shown: Sequence[Panel]) -> list[str]:
     """Backends below uniform attention on every input, with the size from which on they are."""
-    if any(panel.uniform is None for panel in shown):
+    uniforms = [panel.uniform.value for panel in shown if panel.uniform]
+    if len(uniforms) < len(shown):
         return []
     texts, open_labels = [], []
     for label in dict.fromkeys(label for panel in shown for label in panel.curves):
         curves = [panel.curves.get(label, []) for panel in shown]
-        pairs = [*zip(curves, [panel.uniform.value for panel in shown if panel.uniform], strict=True)]
+        pairs = [*zip(curves, uniforms, strict=True)]
         sizes = [below_from(curve, uniform) for curve, uniform in pairs]
         if None not in sizes:
             counted = all(operations_share(x.record) is not None for curve in curves for x in curve)
@@ -269,10 +267,7 @@ def _useful(shown: Sequence[Panel]) -> list[str]:
 
 
 def below_from(curve: Curve, uniform: float, edge: str = "high") -> int | None:
-    """The smallest size from which on an edge of the interval is below uniform attention's error.
-
-    Only sizes that save operations count.
-    """
+    """The smallest size that saves operations from which on an edge of intervals is below."""
     size = None
     for point in reversed([point for point in curve if (operations_share(point.record) or 0) < 1]):
         if point.size is None or getattr(point, edge) >= uniform:
@@ -347,7 +342,9 @@ def _chart(
             series.append(Series(label, (), (curve[0].value,), {**styles[label], "marker": ""}))
         if curve[0].size is not None:
             series += _series(label, curve, styles[label], limits, _rounding(panel))
-    sizes = _even({point.size for point in panel.points if point.size is not None})
+    numbers = {point.size for point in panel.points if point.size is not None}
+    # An odd size may stand for the even one before it.
+    sizes = sorted(size for size in numbers if size - 1 not in numbers)
     x = Axis(_size_words(panel.points), "log2", "{:.0f}".format, sizes)
     # Lines of a label end between its terms, not within the formula.
     label = NAMES[quantity].replace("R", "r").replace("MSE / mean square", "MSE\u00a0/\u00a0mean\u00a0square")
