@@ -1,7 +1,7 @@
 """Errors of outputs or weights over the size of the approximation, as tables, sentences and plots."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from efficient_attn.measure.record import Record
@@ -146,9 +146,7 @@ def tables(records: Sequence[Record], run: Run[Settled]) -> list[Table]:
 
 
 def _table(panel: Panel, quantity: str, column: str) -> Table:
-    numbers = {point.size for point in panel.points if point.size is not None}
-    # An odd size may stand for the even one before it.
-    sizes = sorted(size for size in numbers if size - 1 not in numbers)
+    sizes = _even({point.size for point in panel.points if point.size is not None})
     odd = {label for label, curve in panel.curves.items() for x in curve if (x.size or 0) - 1 in sizes}
     fixed = any(point.size is None for point in panel.points)
     places = [None, *sizes] if fixed else sizes
@@ -187,6 +185,11 @@ def _size_words(points: Curve) -> str:
     options = [point.record.case.options for point in points if point.size is not None]
     features = bool(options) and all("num_features" in names for names in options)
     return "number of features" if features else "features, rank or window"
+
+
+def _even(sizes: Collection[int]) -> list[int]:
+    """Sizes, without an odd one that stands for the even size before it."""
+    return sorted(size for size in sizes if size - 1 not in sizes)
 
 
 def _cell(curve: Curve, size: int | None) -> str:
@@ -342,9 +345,7 @@ def _chart(
             series.append(Series(label, (), (curve[0].value,), {**styles[label], "marker": ""}))
         if curve[0].size is not None:
             series += _series(label, curve, styles[label], limits, _rounding(panel))
-    numbers = {point.size for point in panel.points if point.size is not None}
-    # An odd size may stand for the even one before it.
-    sizes = sorted(size for size in numbers if size - 1 not in numbers)
+    sizes = _even({point.size for point in panel.points if point.size is not None})
     x = Axis(_size_words(panel.points), "log2", "{:.0f}".format, sizes)
     # Lines of a label end between its terms, not within the formula.
     label = NAMES[quantity].replace("R", "r").replace("MSE / mean square", "MSE\u00a0/\u00a0mean\u00a0square")
