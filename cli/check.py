@@ -26,6 +26,8 @@ _OUTCOMES = {
     "skipped, undeclared": "skipped",
     "not promised": "not supported",
 }
+# Fewer digits stand for NaN or an error.
+_NO_DIGITS = -90.0
 # Columns of a line, and broken tests that are printed without --all.
 _WIDTH, _MOST = 100, 8
 
@@ -98,11 +100,11 @@ def _print_digits(backend: str, digits: list[Any], *, as_json: bool) -> int:
         return REGRESSION if missing else DONE
     dtypes = tuple(dict.fromkeys(record.dtype for record in digits))
     cases = list(dict.fromkeys(record.case for record in digits))
-    required = [record for record in digits if record.required > 0]
+    required = [record for record in digits if record.required > 0 or not record.holds]
     enough = f"{sum(record.holds for record in required)} of {len(required)} required digits"
     console.put(f"{backend}: {enough} on {len(cases)} certified cases.")
     least = [min(x.digits for x in digits if (x.dtype, x.quantity) == (dtype, "output")) for dtype in dtypes]
-    figures = ", ".join(f"{number:.1f} {dtype}" for number, dtype in zip(least, dtypes, strict=True))
+    figures = ", ".join(f"{_number(x)} {dtype}" for x, dtype in zip(least, dtypes, strict=True))
     console.put(f"Fewest digits of the output: {figures}. –: none required.")
     for record in missing[:_MOST]:
         line = f"- {record.case}, {record.dtype}, {record.quantity}: {record.detail or _figures(record)}"
@@ -124,7 +126,12 @@ def _figures(record: Any) -> str:
     if record is None or record.detail:
         return "–" if record is None else "error"
     required = f"{record.required:.1f}" if record.required > 0 else "–"
-    return f"{record.digits:.1f} / {required}{'' if record.holds else ' below'}"
+    return f"{_number(record.digits)} / {required}{'' if record.holds else ' below'}"
+
+
+def _number(digits: float) -> str:
+    """Digits of a row; none for NaN and errors."""
+    return f"{digits:.1f}" if digits > _NO_DIGITS else "none"
 
 
 def _answer(backend: str, records: list[Any]) -> Iterator[str]:

@@ -132,6 +132,19 @@ def test_certified_names_missing_digits_and_exits_with_code_1(digits_in_this_pro
     assert not all(record["holds"] for record in records)
 
 
+def test_certified_counts_an_error_as_a_missing_digit_and_nan_as_none(digits_in_this_process):
+    Path("broken.py").write_text(
+        "def refuses(q, k, v, causal=False):\n    if causal:\n        raise ValueError('not causal')\n"
+        "    return (q @ k.mT * q.shape[-1] ** -0.5).softmax(dim=-1) @ v\n\n\n"
+        "def nan(q, k, v):\n    return v * float('nan')\n"
+    )
+    code, out, _ = command("check", "broken.py:refuses", "--certified", "--causal")
+    kept, required = map(int, re.match(r"\S+ (\d+) of (\d+) required", out).groups())
+    assert code == 1 and kept < required and "ValueError: not causal" in out
+    code, out, _ = command("check", "broken.py:nan", "--certified")
+    assert code == 1 and "Fewest digits of the output: none float64" in out and "-99" not in out
+
+
 @pytest.mark.slow
 def test_certified_runs_in_a_child_process(tmp_path):
     code, out = check("attend", "--certified", "--json")
