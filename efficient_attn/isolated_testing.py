@@ -93,7 +93,7 @@ def check_isolated(
 def certified_digits_isolated(
     backend: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, declared: Mapping[str, Any] | None = None
 ) -> list[Digits]:
-    """Digits on the certified cases for a name or an address, computed in one child process."""
+    """Digits on the certified cases, computed in a child process."""
     call = partial(_digits, backend, declared)
     if os.name != "posix":
         with redirect_stdout(sys.stderr):

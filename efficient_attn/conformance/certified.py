@@ -44,7 +44,7 @@ class CertifiedCase:
 
 
 class Digits(NamedTuple):
-    """Fewest digits of a row, or digits of a row with too few, of one quantity of a case in a dtype."""
+    """Digits of the worst row of a quantity."""
 
     case: str
     dtype: str
@@ -69,7 +69,7 @@ def certified_cases() -> Iterator[CertifiedCase]:
 
 
 def least_digits(case: CertifiedCase, quantity: str, computed: Tensor) -> tuple[float, float]:
-    """Digits and required digits of the row with the fewest digits, or of a row with too few.
+    """Digits and required digits of the worst row, which has too few digits or the fewest.
 
     Digits are −log₁₀ of the relative error of a row, at most the dtype's. Errors are absolute where the
     certified row is 0, and relative to the dtype's least normal number below it. Required are
@@ -88,7 +88,7 @@ def least_digits(case: CertifiedCase, quantity: str, computed: Tensor) -> tuple[
 
 
 def certified_digits(subject: Subject) -> Iterator[Digits]:
-    """Digits of a backend or function on the cases that it supports, in each dtype.
+    """Digits of a backend or function in each dtype.
 
     Raises:
         UnsupportedError: If the backend approximates another formula.
@@ -115,7 +115,7 @@ def certified_digits(subject: Subject) -> Iterator[Digits]:
 
 
 def _computed(subject: Subject, case: CertifiedCase, dtype: str) -> dict[str, Tensor]:
-    """Output and gradients of a case, nothing where the subject does not support it."""
+    """Output and gradients of a case, empty if it is not supported."""
     tensors, floating = case.tensors, getattr(torch, dtype)
     (batch, heads, tokens, head_dim), (_, kv_heads, keys, _) = (tensors[name].shape for name in "qk")
     sizes = CheckCase(

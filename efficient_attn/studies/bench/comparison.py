@@ -96,7 +96,7 @@ class Row(NamedTuple):
         return self.label.partition(" ·")[0] == YARDSTICK
 
     def has_error_at(self, tokens: int) -> bool:
-        """Whether an error holds at that length: not if all keys are read only at shorter ones."""
+        """Whether a measured error also holds at a length."""
         return not self.errors or any(n >= tokens or not error.reads_all for n, error in self.errors.items())
 
     @property
